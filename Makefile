@@ -1,0 +1,43 @@
+# Each target does its own set-up; `make demo` or `make test` can be the first command after a clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
+TORCH := $(if $(filter-out 0,$(GPU)),torch,-r requirements/torch-cpu.txt)
+RANKS ?= $(if $(filter-out 0,$(GPU)),$(GPU),4)
+WORKERS ?= 2
+
+.PHONY: help demo test lint unit bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(READY): pyproject.toml requirements/dev.txt requirements/torch-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "shardclip needs Python >= 3.10; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: $(READY)  ## train a small language model twice on 4 ranks: without and with clipping
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py
+
+test: lint unit  ## lint, types, import rules and every test
+
+lint: $(READY)  ## ruff, mypy and import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(READY)  ## every test, in parallel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+bench: $(READY)  ## time shardclip beside torch on the same gradients
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove the virtual environment and everything generated
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,59 @@
+"""The true global gradient norm under any sharding, with one all-reduce."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .clip import (
+        clip_by_global_norm,
+        clip_grad_norm_,
+        clip_grads_with_norm_,
+        get_total_norm,
+        global_norm,
+    )
+    from .clipper import GradClipper
+    from .errors import NonFiniteGradientError, ReplicaMismatchError
+    from .reduce import SELF
+    from .result import ClipResult
+
+# Loaded on first use, so that `import shardclip` never imports torch (login nodes have none).
+_HOME = {
+    "clip_by_global_norm": "clip",
+    "clip_grad_norm_": "clip",
+    "clip_grads_with_norm_": "clip",
+    "get_total_norm": "clip",
+    "global_norm": "clip",
+    "GradClipper": "clipper",
+    "ClipResult": "result",
+    "NonFiniteGradientError": "errors",
+    "ReplicaMismatchError": "errors",
+    "SELF": "reduce",
+}
+
+__all__ = [
+    "SELF",
+    "ClipResult",
+    "GradClipper",
+    "NonFiniteGradientError",
+    "ReplicaMismatchError",
+    "__version__",
+    "clip_by_global_norm",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "global_norm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardclip' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
