@@ -1,0 +1,63 @@
+"""FullyShardedDataParallel (FSDP1): the parameters inside its flat parameters.
+
+FSDP1 pads flat parameters; the metadata of each shard tells which elements are whose, so padding is
+never counted.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..gradients import Source, clean
+from ..ownership import Ownership
+
+
+def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is None:  # then no module can be one
+        return
+    for name, child in module.named_modules():
+        if isinstance(child, fsdp) and child._handle is not None:
+            yield name, child
+
+
+def sources(module: nn.Module, group: Sequence[int], rank: int) -> list[Source]:
+    """List the parameters that FSDP1 manages inside a module, one source each.
+
+    Args:
+        module: Any module, wrapped or with wrapped children.
+        group: The ranks that reduce together.
+        rank: This one.
+    """
+    found = []
+    for prefix, wrapped in _wrapped(module):
+        ownership = _ownership(wrapped, group, rank)
+        flat = wrapped._handle.flat_param
+        for index, (fqn, info) in enumerate(
+            zip(flat._fqns, flat._shard_param_infos, strict=True)
+        ):
+            name = clean(f"{prefix}.{fqn}")
+            owner = name.rpartition(".")[0]
+            if flat._params is not None:  # use_orig_params: the gradient is this rank's part
+                found.append(Source(name, flat._params[index], 0, None, ownership, owner))
+            else:
+                start = info.offset_in_shard or 0
+                span = (start, start + (info.numel_in_shard or 0))
+                found.append(Source(name, flat, 0, span, ownership, owner))
+    return found
+
+
+def _ownership(wrapped: Any, group: Sequence[int], rank: int) -> Ownership:
+    import torch.distributed as dist
+
+    shard_ranks = dist.get_process_group_ranks(wrapped.process_group)
+    if not wrapped._handle.uses_sharded_strategy:
+        copies = tuple(sorted(set(shard_ranks) & set(group)))
+        return Ownership(copies, copies)
+    between_hosts = getattr(wrapped, "_inter_node_pg", None)
+    if between_hosts is None:
+        return Ownership((rank,), tuple(sorted(shard_ranks)))
+    copies = tuple(sorted(set(dist.get_process_group_ranks(between_hosts)) & set(group)))
+    return Ownership(copies, tuple(sorted(group)))

@@ -1,0 +1,328 @@
+"""The public functions: torch's and TensorFlow's names, over any sharding, with one all-reduce."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import adapters, compat, gradients, norm, plan, reduce, verdict
+from .gradients import Layout, Source
+from .measure import Measured, measure
+from .notices import warn_once
+from .payload import Lanes
+from .reduce import Group, World
+from .scale import scale_
+
+Parameters = nn.Module | Tensor | Iterable[Any]
+"""A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""
+
+NO_GRADIENTS = (
+    "no gradient on any rank: the norm is 0 and nothing is clipped. Was backward() run, are the "
+    "gradients kept elsewhere (DeepSpeed engines, Megatron's main_grad), or was the gradient sync "
+    "off (FSDP2's set_requires_gradient_sync(False))?"
+)
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    group: Group = None,
+    layout: Layout = None,
+) -> Tensor:
+    """Clip gradients in place by the norm of all gradients on all ranks, seen as one vector.
+
+    ``grad *= min(1, max_norm / (total_norm + 1e-6))``. Two ranks with shards [3] and [4] and
+    ``max_norm=1``: both get 5 and keep [0.6] and [0.8].
+
+    Args:
+        parameters: A module (FSDP1's must be given so), an iterable of tensors or of ``(name,
+            tensor)`` pairs, or one tensor. Gradients may be plain, DTensor or sparse, of any
+            floating-point or complex dtype and any device, or None.
+        max_norm: The largest norm that is left alone; inf measures without clipping.
+        norm_type: 0 (counts non-zeros), any p > 0, or inf.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, on every rank.
+        foreach: Accepted for torch's sake; the result does not depend on it.
+        group: The ranks that reduce together: a process group, a one-axis DeviceMesh, ``SELF`` for
+            this rank alone, or None for the whole world. Every rank of it must call.
+        layout: How plain tensors lie: ``(DeviceMesh, placements)``, or a callable from the
+            parameter to that or to None. Without it plain tensors are copies on every rank.
+
+    Returns:
+        The norm before clipping: a plain 0-dim tensor on the gradients' device, float32, or float64
+        where this rank has float64 gradients; rounded from one float64 value that has the same
+        bits on every rank.
+
+    Raises:
+        ValueError: ``max_norm`` or ``norm_type`` is wrong; or, on every rank alike, a gradient is
+            Partial, on meta or of integer dtype, or the layout is wrong: names parameter and rank.
+        TypeError: On every rank alike, a tensor subclass whose meaning is not known.
+        NonFiniteGradientError: On every rank alike, with ``error_if_nonfinite``.
+        ReplicaMismatchError: On every rank alike: gradients that should be copies are none.
+        Whatever is raised, no gradient was touched.
+
+    Communication:
+        One all-reduce of 5125 float64 numbers. Host syncs on CUDA: none, or one where copies are
+        to be proved that no ``layout`` vouches for, or with ``error_if_nonfinite``.
+
+    References:
+        ``torch.nn.utils.clip_grad_norm_``.
+    """
+    max_norm = norm.check_max_norm(max_norm)
+    p = norm.check_norm_type(norm_type)
+    world = reduce.resolve(group)
+    sources = _sources(parameters, world)
+    grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
+    measured, coef = _measured(sources, grads, p, world, layout, error_if_nonfinite, max_norm)
+    if sources and isinstance(coef, float) and measured.lane(measured.plan.lanes.present) == 0:
+        warn_once(sources[0].parameter, NO_GRADIENTS)
+    scale_(_targets(grads), coef)
+    return _returned(measured.total_norm, grads, world)
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    group: Group = None,
+    layout: Layout = None,
+) -> Tensor:
+    """Compute the true global norm of tensors: gradients, parameters, updates.
+
+    Two ranks with shards [3] and [4]: 5 on both. A tensor listed twice counts once.
+
+    Args:
+        tensors: An iterable of tensors, or one: plain, DTensor or sparse.
+        norm_type: 0 (counts non-zeros), any p > 0, or inf.
+        error_if_nonfinite: Raise where the norm is NaN or infinite, on every rank.
+        foreach: Accepted for torch's sake; the result does not depend on it.
+        group: As in ``clip_grad_norm_``.
+        layout: As in ``clip_grad_norm_``; a callable is given the tensor.
+
+    Returns:
+        A plain 0-dim tensor, as in ``clip_grad_norm_``.
+
+    Raises:
+        ValueError, TypeError, NonFiniteGradientError, ReplicaMismatchError: As in
+            ``clip_grad_norm_``.
+
+    Communication:
+        One all-reduce, as in ``clip_grad_norm_``.
+
+    References:
+        ``torch.nn.utils.get_total_norm``.
+    """
+    p = norm.check_norm_type(norm_type)
+    world = reduce.resolve(group)
+    listed = [tensors] if isinstance(tensors, Tensor) else tensors
+    sources = gradients.unique(gradients.of_iterable(listed, "tensors[{}]"))
+    values = [source.parameter for source in sources]
+    measured, _ = _measured(sources, values, p, world, layout, error_if_nonfinite)
+    return _returned(measured.total_norm, values, world)
+
+
+def clip_grads_with_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    total_norm: Tensor | float,
+    foreach: bool | None = None,
+) -> None:
+    """Scale gradients in place by ``min(1, max_norm / (total_norm + 1e-6))``.
+
+    Args:
+        parameters: As in ``clip_grad_norm_``: what holds the gradients, not the gradients.
+        max_norm: The largest norm that is left alone.
+        total_norm: The norm, already known: a 0-dim tensor or a number.
+        foreach: Accepted for torch's sake; the result does not depend on it.
+
+    Raises:
+        ValueError: ``max_norm`` is negative or NaN.
+        TypeError: Gradients were given where parameters are wanted.
+
+    Communication:
+        None. No host sync on CUDA.
+
+    References:
+        ``torch.nn.utils.clip_grads_with_norm_``.
+    """
+    max_norm = norm.check_max_norm(max_norm)
+    sources = _sources(parameters, reduce.resolve(reduce.SELF))
+    grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
+    held = [source.parameter for source in sources]
+    if held and not any(isinstance(g, Tensor) for g in grads):
+        for source in sources:
+            tensor = source.parameter
+            if not (isinstance(tensor, nn.Parameter) or getattr(tensor, "requires_grad", False)):
+                raise TypeError(
+                    f"{source.name} is no parameter and has no .grad; clip_grads_with_norm_ wants "
+                    "the parameters, and scales their .grad"
+                )
+    known = total_norm if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
+    if compat.is_dtensor(known):
+        known = compat.full_tensor(known)
+    coef = norm.clip_coef(known.detach().double(), max_norm)
+    scale_(_targets(grads), float(coef) if coef.device.type == "cpu" else coef)
+
+
+def clip_by_global_norm(
+    t_list: Sequence[Tensor | None],
+    clip_norm: float,
+    use_norm: Tensor | float | None = None,
+    name: str | None = None,
+    *,
+    group: Group = None,
+    layout: Layout = None,
+) -> tuple[list[Tensor | None], Tensor]:
+    """Clip a list of tensors by their global norm, out of place, as TensorFlow does.
+
+    ``t * clip_norm / max(global_norm, clip_norm)``, without an epsilon. Where the norm is not
+    finite every element becomes NaN.
+
+    Args:
+        t_list: Tensors (plain, DTensor or sparse) or None, which stays None.
+        clip_norm: The largest global norm that is left alone.
+        use_norm: A global norm that is known already; then nothing is summed.
+        name: Accepted for TensorFlow's sake.
+        group: As in ``clip_grad_norm_``.
+        layout: As in ``get_total_norm``.
+
+    Returns:
+        The clipped tensors and the global norm, a 0-dim tensor (``use_norm`` if given).
+
+    Raises:
+        TypeError: ``t_list`` is one tensor or no sequence.
+        ValueError, ReplicaMismatchError: As in ``get_total_norm``; or ``clip_norm`` is negative.
+
+    Communication:
+        One all-reduce, as in ``clip_grad_norm_``; none with ``use_norm``.
+
+    References:
+        ``tf.clip_by_global_norm``; Pascanu et al., 2012, arXiv:1211.5063.
+    """
+    clip_norm = norm.check_max_norm(clip_norm, "clip_norm")
+    sources = _listed(t_list)
+    world = reduce.resolve(group)
+    values = [source.parameter for source in sources]
+    if use_norm is None:
+        measured, _ = _measured(sources, values, 2.0, world, layout, False)
+        total = measured.total_norm
+        returned = _returned(total, values, world)
+    else:
+        returned = use_norm if isinstance(use_norm, Tensor) else torch.tensor(float(use_norm))
+        total = returned.detach().double()
+    coef = norm.tf_clip_coef(total, clip_norm)
+    return [None if t is None else _scaled(t, coef) for t in t_list], returned
+
+
+def global_norm(
+    t_list: Sequence[Tensor | None], *, group: Group = None, layout: Layout = None
+) -> Tensor:
+    """Compute the L2 norm of all tensors of a list; ``None`` entries are passed over.
+
+    Args:
+        t_list: Tensors (plain, DTensor or sparse) or None.
+        group: As in ``clip_grad_norm_``.
+        layout: As in ``get_total_norm``.
+
+    Returns:
+        A plain 0-dim tensor, as in ``clip_grad_norm_``.
+
+    Raises:
+        TypeError, ValueError, ReplicaMismatchError: As in ``clip_by_global_norm``.
+
+    Communication:
+        One all-reduce, as in ``clip_grad_norm_``.
+
+    References:
+        ``tf.linalg.global_norm``, ``optax.global_norm``.
+    """
+    sources = _listed(t_list)
+    world = reduce.resolve(group)
+    values = [source.parameter for source in sources]
+    measured, _ = _measured(sources, values, 2.0, world, layout, False)
+    return _returned(measured.total_norm, values, world)
+
+
+_pending: dict[tuple[int, ...], verdict.Deferred] = {}
+
+
+def _measured(
+    sources: Sequence[Source],
+    grads: Sequence[Tensor | None],
+    p: float,
+    world: World,
+    layout: Layout,
+    strict: bool,
+    max_norm: float | None = None,
+) -> tuple[Measured, float | Tensor]:
+    """Plan, sum, reduce and judge; return the measurement and the coefficient.
+
+    The coefficient is a number where reading it costs nothing, else a tensor.
+    """
+    previous = _pending.pop(world.ranks, None)
+    if previous is not None:
+        previous.settle(world)
+    lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
+    planner = plan.Planner(world, layout)
+    pairs = list(zip(sources, grads, strict=True))
+    made = plan.make(planner, pairs, lanes, maximum=norm.is_maximum(p))
+    seated = {seat.source.identity for seat in made.seats}
+    taken = [
+        grad for source, grad in pairs if grad is not None and source.identity in seated
+    ]
+    measured = measure(made, taken, p, world, strict=strict)
+    free = verdict.host_reads_are_free(measured)
+    if free or strict or made.problems or made.proves:
+        verdict.judge(measured, world)
+    elif world.size > 1:
+        _pending[world.ranks] = deferred = verdict.Deferred(measured)
+        measured.total_norm = torch.where(deferred.failed, torch.nan, measured.total_norm)
+    if max_norm is None:
+        return measured, 1.0
+    coef = norm.clip_coef(measured.total_norm, max_norm)
+    if free:
+        return measured, float(coef)
+    if world.ranks in _pending:
+        coef = torch.where(_pending[world.ranks].failed, 1.0, coef)
+    return measured, coef
+
+
+def _sources(parameters: Parameters, world: World) -> list[Source]:
+    if isinstance(parameters, nn.Module):
+        return gradients.unique(gradients.of_module(parameters, world.ranks, world.rank))
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    return gradients.unique(gradients.of_iterable(listed))
+
+
+def _listed(t_list: Sequence[Tensor | None]) -> list[Source]:
+    if isinstance(t_list, Tensor) or not isinstance(t_list, Sequence):
+        raise TypeError(f"t_list must be a sequence of tensors, got {type(t_list).__name__}")
+    return [s for s in gradients.of_iterable(t_list, "t_list[{}]") if s.parameter is not None]
+
+
+def _targets(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    return [adapters.storage(compat.local_tensor(grad)) for grad in grads if grad is not None]
+
+
+def _returned(total: Tensor, grads: Iterable[Tensor | None], world: World) -> Tensor:
+    """Round the norm to what this rank's gradients call for, on their device."""
+    held = [grad for grad in grads if grad is not None]
+    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in held)
+    device = compat.local_tensor(held[0]).device if held else total.device
+    return total.to(device, torch.float64 if wide else torch.float32, copy=True)
+
+
+@torch.no_grad()
+def _scaled(tensor: Tensor, coef: Tensor) -> Tensor:
+    """Multiply out of place, in the tensor's own dtype."""
+    local = compat.local_tensor(tensor)
+    scaled = local.clone()
+    storage = adapters.storage(scaled)
+    scale_([storage], float(coef) if coef.device.type == "cpu" else coef)
+    return compat.from_local(scaled, tensor) if compat.is_dtensor(tensor) else scaled

@@ -1,0 +1,104 @@
+"""Everything of torch that is private, or new in a version, behind one guarded place."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What counts as a tensor without hidden structure; subclasses beyond these are refused by name.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """Return a class without importing its module: no instance exists before that anyway."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a DTensor."""
+    cls = _loaded("torch.distributed.tensor", "DTensor")
+    return cls is not None and isinstance(tensor, cls)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is a tensor whose elements are just its own: no subclass with hidden meaning."""
+    if type(tensor) in _PLAIN:
+        return True
+    kinds = (
+        _loaded("torch.nn.parameter", "Buffer"),
+        _loaded("torch.distributed.fsdp._flat_param", "FlatParameter"),
+    )
+    return any(cls is not None and type(tensor) is cls for cls in kinds)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's own tensor: a DTensor's local part, an asynchronous result waited for."""
+    if is_dtensor(tensor):
+        tensor = tensor._local_tensor
+    pending = _loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if pending is not None and isinstance(tensor, pending):
+        tensor = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor.wait()
+    return tensor
+
+
+def signature(tensor: Any) -> object:
+    """Return what a plan depends on: a DTensor's spec (mostly the same object every step), or a
+    plain tensor's shape, dtype, device and layout; None for None.
+    """
+    if is_dtensor(tensor):
+        return tensor._spec
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def from_local(local: Tensor, like: Any) -> Tensor:
+    """Wrap a local tensor in the mesh, placements and shape of the DTensor ``like``; no checks."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """Gather a DTensor, as torch's own norm is one; its mesh's ranks must all call."""
+    return tensor.full_tensor()
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that this one was cut from by slicing, flattening or unflattening."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def group_accelerator(process_group: Any) -> str | None:
+    """Return the accelerator's device type that a group has a backend of its own for.
+
+    Gloo lists CUDA too, and would go through the host itself.
+    """
+    import torch.distributed as dist
+
+    if not torch.accelerator.is_available():
+        return None
+    config = dist.get_backend_config(process_group)  # "cpu:gloo,cuda:nccl"
+    for kind, backend in (pair.split(":") for pair in config.split(",") if ":" in pair):
+        if kind != "cpu" and backend not in ("gloo", "fake"):
+            return kind
+    return None
+
+
+def is_fsdp1_flattened(parameter: Tensor) -> bool:
+    """Whether FSDP1 has taken this parameter into (or is it itself) a flat parameter."""
+    return bool(getattr(parameter, "_fsdp_flattened", False)) or hasattr(
+        parameter, "_shard_param_infos"
+    )

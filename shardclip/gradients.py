@@ -1,0 +1,114 @@
+"""What a caller hands over, as named sources of gradients."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+from torch import Tensor, nn
+
+from .ownership import Ownership
+
+# Inserted into parameter names by torch.compile, FSDP1, activation checkpointing and DDP.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+Layout = Any
+"""``(DeviceMesh, placements)`` for all plain tensors, or a callable from a parameter to that or to
+None; or None."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parameter (or bare tensor) and where its gradient is found.
+
+    Attributes:
+        name: What messages and results call it.
+        parameter: What holds the gradient, and what ``layout`` is asked about.
+        group: The param group it belongs to.
+        span: Elements of the flat gradient that are this parameter's, where several share one.
+        ownership: Who holds it, where an adapter knows.
+        owner: The module that holds it; None where it is not known.
+    """
+
+    name: str
+    parameter: Tensor
+    group: int = 0
+    span: tuple[int, int] | None = None
+    ownership: Ownership | None = None
+    owner: str | None = None
+
+    @property
+    def identity(self) -> tuple[int, tuple[int, int] | None]:
+        """What makes it the same source when it is listed twice."""
+        return id(self.parameter), self.span
+
+
+def clean(name: str) -> str:
+    """Strip the prefixes that wrappers put into a fully qualified name."""
+    parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":  # DistributedDataParallel's
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside DataParallel and DistributedDataParallel."""
+    while isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        module = module.module
+    return module
+
+
+def of_module(
+    module: nn.Module, rank_group: Sequence[int], rank: int, group: int = 0
+) -> list[Source]:
+    """List a module's parameters, FSDP1's flat ones by the parameters inside."""
+    from .adapters import fsdp1
+
+    module = _unwrap(module)
+    sources = fsdp1.sources(module, rank_group, rank)
+    taken = {id(s.parameter) for s in sources}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in taken:
+            full = clean(name)
+            sources.append(Source(full, parameter, group, owner=full.rpartition(".")[0]))
+    return sources
+
+
+def of_iterable(
+    parameters: Iterable[Any], unnamed: str = "parameters[{}]", group: int = 0
+) -> list[Source]:
+    """List tensors or ``(name, tensor)`` pairs; a used-up generator gets a warning.
+
+    An entry that is neither is refused later, with all ranks: see ``adapters.check``.
+    """
+    sources = []
+    for index, entry in enumerate(parameters):
+        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
+            name = clean(entry[0])
+            sources.append(Source(name, entry[1], group, owner=name.rpartition(".")[0]))
+        else:
+            sources.append(Source(unnamed.format(index), entry, group))
+    if not sources and isinstance(parameters, GeneratorType):
+        warnings.warn(
+            "`parameters` is an empty generator: nothing is counted or clipped on this rank. Was "
+            "it used up before? Pass a list",
+            stacklevel=4,
+        )
+    return sources
+
+
+def unique(sources: Iterable[Source]) -> list[Source]:
+    """Keep the first of each: a parameter listed twice counts once."""
+    return list({s.identity: s for s in reversed(list(sources))}.values())[::-1]
+
+
+def gradient(source: Source, read: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    """Read a source's gradient, or its span of a flat one."""
+    if not isinstance(source.parameter, Tensor):
+        return source.parameter  # refused later, with all ranks
+    grad = read(source.parameter)
+    if grad is None or source.span is None:
+        return grad
+    start, stop = source.span
+    return grad.view(-1)[start:stop]

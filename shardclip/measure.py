@@ -1,0 +1,138 @@
+"""One step's measurement: local sums, one all-reduce, and what every rank may conclude from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import kernels, norm, reduce, replicas
+from .plan import Plan, readings
+from .reduce import World
+
+
+@dataclass
+class Measured:
+    """What came out, the same bits on every rank.
+
+    Attributes:
+        payload: The reduced lanes.
+        powers: Sums of |x|^p: the groups', then the keys'; with NaN restored for p = inf.
+        group_norms: float64, one for each param group.
+        total_norm: float64, 0-dim.
+        plan: What was read.
+        p: The norm type.
+        wholes: This rank's local gradients, seat by seat.
+        sketches: Of those with copies elsewhere, in the seats' order.
+    """
+
+    payload: Tensor
+    powers: Tensor
+    group_norms: Tensor
+    total_norm: Tensor
+    plan: Plan
+    p: float
+    wholes: list[Tensor]
+    sketches: Tensor | None
+
+    @property
+    def proof(self) -> Tensor:
+        """The reduced lanes of the proof, one row a slot."""
+        return self.plan.lanes.proof(self.payload)
+
+    def size(self) -> Tensor:
+        """The L2 size of all gradients, which differences between copies are compared with.
+
+        For other p it is estimated from the copies' samples alone.
+        """
+        if self.p == 2:
+            return self.total_norm
+        return self.proof[:, replicas.SKETCH].sum().sqrt()
+
+    def lane(self, index: int) -> float:
+        """Read one lane; a host sync where the payload is not on CPU."""
+        return float(self.payload[index])
+
+    def lane_tensor(self, index: int) -> Tensor:
+        """Return one lane as a 0-dim tensor, unread."""
+        return self.payload[index]
+
+
+def measure(
+    plan: Plan,
+    grads: Sequence[Tensor],
+    p: float,
+    world: World,
+    *,
+    strict: bool = False,
+    added: Sequence[float | Tensor] = (),
+) -> Measured:
+    """Sum what this rank owns and combine it with the other ranks': one all-reduce.
+
+    Args:
+        plan: Made for these gradients.
+        grads: One for each of the plan's seats.
+        p: The norm type.
+        world: Who takes part.
+        strict: Ask for an error where the norm is not finite.
+        added: Numbers to be summed over the ranks.
+    """
+    parts, wholes = readings(plan, grads)
+    device = world.device or (parts[0].device if parts else torch.device("cpu"))
+    sketches = sketch(plan, wholes, p)
+    payload = fill(plan, parts, sketches, p, device)
+    payload[plan.lanes.strict] = float(strict)
+    for index, value in enumerate(added):
+        payload[plan.lanes.added.start + index] = value
+    reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
+    return conclude(plan, payload, p, wholes, sketches)
+
+
+def sketch(plan: Plan, wholes: Sequence[Tensor], p: float) -> Tensor | None:
+    """Take the fingerprints of what other ranks hold copies of."""
+    held = [w for w, seat in zip(wholes, plan.seats, strict=True) if seat.copy is not None]
+    if not held or plan.problems or norm.is_maximum(p):
+        return None
+    return replicas.sketches(held, plan.copies())
+
+
+def fill(
+    plan: Plan, parts: list[Tensor], sketches: Tensor | None, p: float, device: torch.device
+) -> Tensor:
+    """Pack this rank's part of the payload."""
+    lanes = plan.lanes
+    payload = lanes.empty(device)
+    payload[lanes.errors] = float(bool(plan.problems))
+    payload[lanes.present] = float(len(plan.seats))
+    if plan.problems or not plan.seats:
+        return payload
+    buckets = [seat.bucket for seat in plan.seats]
+    sums = kernels.power_sums(parts, buckets, len(plan.buckets), p).to(device)
+    source, target = plan.routes(device)
+    if norm.is_maximum(p):
+        found = sums[source]
+        payload[lanes.powers].scatter_reduce_(0, target, found.nan_to_num(0.0, torch.inf), "amax")
+        payload[lanes.nans].scatter_reduce_(0, target, found.isnan().double(), "amax")
+        return payload
+    weights = torch.tensor([bucket.weight for bucket in plan.buckets], dtype=torch.float64)
+    payload[lanes.powers].index_add_(0, target, (sums * weights.to(device))[source])
+    if sketches is not None:
+        replicas.contribute(lanes.proof(payload), sketches, plan.copies())
+    return payload
+
+
+def conclude(
+    plan: Plan, payload: Tensor, p: float, wholes: list[Tensor], sketches: Tensor | None = None
+) -> Measured:
+    """Turn the reduced payload into norms; every rank does this alike, in float64."""
+    lanes = plan.lanes
+    powers = payload[lanes.powers]
+    if norm.is_maximum(p):
+        powers = torch.where(payload[lanes.nans] > 0, torch.nan, powers)
+        total = powers[: lanes.groups].amax()
+    else:
+        total = powers[: lanes.groups].sum()
+    group_norms = norm.finish(powers[: lanes.groups], p)
+    return Measured(
+        payload, powers, group_norms, norm.finish(total, p), plan, p, wholes, sketches
+    )

@@ -1,0 +1,244 @@
+"""A plan: which local tensors this rank reads, in which bucket, and what it owes to the proof."""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from . import adapters, compat, replicas
+from .gradients import Layout, Source
+from .notices import warn_once
+from .ownership import Ownership, Tile, own, segment
+from .payload import Lanes
+from .reduce import World
+
+FUNCTION_LANES = Lanes()
+"""The functions plan anew in every call, so that their payload's length is a constant."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What is settled about one source: where it counts, and how.
+
+    Attributes:
+        source: Whose gradient.
+        bucket: Index of the sum that it adds to.
+        part: Which part of it this rank reads, of how many.
+        copy: What it owes to the proof, where other ranks hold copies.
+        declared: A layout vouches for it.
+    """
+
+    source: Source
+    bucket: int
+    part: tuple[int, int] = (0, 1)
+    copy: replicas.Copy | None = None
+    declared: bool = False
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One sum: the group it counts in, its key if any, and by what it is multiplied."""
+
+    group: int
+    key: int | None
+    weight: float
+
+
+@dataclass
+class Plan:
+    """What one rank does in a step.
+
+    Attributes:
+        lanes: The payload's layout.
+        seats: One for each source that has something to count here.
+        buckets: The sums.
+        problems: What is wrong with this rank's tensors, as the error's type and text; the step
+            then raises on every rank.
+        proves: Whether copies stand here that nothing but the proof vouches for.
+    """
+
+    lanes: Lanes
+    seats: list[Seat] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    proves: bool = False
+
+    def copies(self) -> list[replicas.Copy]:
+        """List what this rank owes to the proof, in the seats' order."""
+        return [seat.copy for seat in self.seats if seat.copy is not None]
+
+    def routes(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return which bucket goes to which power lane, as two index tensors."""
+        rows = [(b, bucket.group) for b, bucket in enumerate(self.buckets)]
+        rows += [
+            (b, self.lanes.groups + bucket.key)
+            for b, bucket in enumerate(self.buckets)
+            if bucket.key is not None
+        ]
+        source, target = torch.tensor(rows, device=device).T
+        return source, target
+
+
+Settle = Callable[[Source], Callable[[Tile], bool] | None]
+"""For a source: tells of a left-out tile whether it holds copies; None where geometry decides."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Who holds a piece (None: not this rank), whether a layout said so, which ranks it knows."""
+
+    owned: Ownership | None
+    declared: bool
+    known: tuple[int, ...]
+
+
+class Planner:
+    """Works out ownership for this rank's sources, over one group of ranks."""
+
+    def __init__(self, world: World, layout: Layout, settle: Settle | None = None) -> None:
+        self.world = world
+        self.layout = layout
+        self.settle = settle
+        self.group = frozenset(world.ranks)
+        self.everyone = tuple(sorted(world.ranks))
+        self._known: dict[int, Ownership] = {}
+
+    def settle_one(self, source: Source, tensor: Tensor) -> "Settled":
+        """Tell who holds this rank's piece of a tensor.
+
+        Raises:
+            ValueError: The layout is wrong, or the group does not hold all of the tensor.
+        """
+        if source.ownership is not None:
+            if not set(source.ownership.domain) <= self.group:
+                raise ValueError("its shards lie on ranks outside the group; pass a larger group")
+            return Settled(source.ownership, False, source.ownership.domain)
+        where, declared = adapters.place(source, tensor, self.layout, self.world.rank)
+        is_copy = self.settle(source) if self.settle is not None else None
+        if where is None:
+            if declared or compat.is_dtensor(tensor):
+                return Settled(None, declared, ())
+            return Settled(self._plain(is_copy), False, self.everyone)
+        if is_copy is not None and where.left_out:
+            return Settled(own(where, self.group, is_copy), declared, where.root)
+        key = id(where)  # places are cached, so that their identity will do
+        if key not in self._known:
+            self._known[key] = own(where, self.group)
+        return Settled(self._known[key], declared, where.root)
+
+    def base(self, owned: Ownership) -> int:
+        """Spread tensors of different sets of ranks over the slots."""
+        if owned.domain == self.everyone:
+            return 0
+        return zlib.crc32(repr(owned.domain).encode())
+
+    def _plain(self, is_copy: Callable[[Tile], bool] | None) -> Ownership:
+        holders = self.everyone
+        if is_copy is not None:
+            holders = tuple(
+                r for r in holders if r == self.world.rank or is_copy(Tile((r,), (r,)))
+            )
+        return Ownership(holders, holders, split=False)
+
+
+def make(
+    planner: Planner,
+    pairs: Sequence[tuple[Source, Tensor | None]],
+    lanes: Lanes,
+    keys: Sequence[int | None] | None = None,
+    numbers: Sequence[int] | None = None,
+    maximum: bool = False,
+) -> Plan:
+    """Settle every source. Time linear in their number.
+
+    Args:
+        planner: Knows the ranks and the layout.
+        pairs: Sources with their gradients; those without still count in the numbering.
+        lanes: The payload's layout.
+        keys: For each source its key's index, where keys have norms.
+        numbers: For each source its number, the same on all ranks that hold it; by default counted
+            here among the sources that the same ranks hold.
+        maximum: p is inf: copies change nothing, so nothing is split or proved.
+    """
+    plan = Plan(lanes)
+    buckets: dict[Bucket, int] = {}
+    counted: Counter[tuple[int, ...]] = Counter()
+    known: set[tuple[int, ...]] = set()
+    undeclared: tuple[Source, Tensor] | None = None
+    for index, (source, grad) in enumerate(pairs):
+        tensor = source.parameter if grad is None else grad
+        try:
+            if grad is not None:
+                adapters.check(tensor)
+            settled = planner.settle_one(source, tensor)
+        except Exception as error:  # a user's layout may raise anything, on one rank alone
+            plan.problems.append((type(error).__name__, f"{source.name}: {error}"))
+            continue
+        known.add(settled.known)
+        owned = settled.owned
+        if owned is None:
+            continue
+        if undeclared is None and not settled.declared:
+            undeclared = source, tensor
+        number = counted[owned.domain] if numbers is None else numbers[index]
+        counted[owned.domain] += 1
+        if grad is not None:
+            key = None if keys is None else keys[index]
+            bucket = Bucket(source.group, key, _weight(owned, maximum))
+            slot = (number if numbers is not None else number + planner.base(owned)) % lanes.slots
+            seat = _seat(planner, source, settled, number, slot, maximum)
+            plan.seats.append(replace(seat, bucket=buckets.setdefault(bucket, len(buckets))))
+    plan.buckets = list(buckets)
+    plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
+    _warn_if_uncertain(planner, known, undeclared)
+    return plan
+
+
+def _weight(owned: Ownership, maximum: bool) -> float:
+    return 1.0 if owned.split or maximum else 1.0 / len(owned.holders)
+
+
+def _seat(
+    planner: Planner, source: Source, settled: Settled, number: int, slot: int, maximum: bool
+) -> Seat:
+    owned = settled.owned
+    if owned is None or maximum or len(owned.holders) == 1:
+        return Seat(source, 0, declared=settled.declared)
+    index = owned.holders.index(planner.world.rank)
+    copy = replicas.Copy(slot, number, owned.holders, index, 1 / len(owned.domain))
+    part = (index, len(owned.holders)) if owned.split else (0, 1)
+    return Seat(source, 0, part, copy, settled.declared)
+
+
+def readings(plan: Plan, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return, seat by seat, what this rank reads of the gradients and the whole local values."""
+    wholes = [adapters.values(compat.local_tensor(grad)) for grad in grads]
+    parts = []
+    for seat, whole in zip(plan.seats, wholes, strict=True):
+        index, count = seat.part
+        if count == 1:
+            parts.append(whole)
+        else:  # cut in logical order, so that copies of other strides agree
+            start, stop = segment(whole.numel(), index, count)
+            parts.append(whole.reshape(-1)[start:stop])
+    return parts, wholes
+
+
+def _warn_if_uncertain(
+    planner: Planner, known: set[tuple[int, ...]], undeclared: tuple[Source, Tensor] | None
+) -> None:
+    """Warn where this rank's meshes say nothing about some ranks of the group."""
+    others = sorted(planner.group - set().union(*known))
+    if undeclared is None or not others:
+        return
+    source, tensor = undeclared
+    shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+    warn_once(
+        getattr(tensor, "device_mesh", source.parameter),
+        f"{source.name}: this rank's device meshes do not cover rank(s) {shown} of the group; what "
+        "those hold is counted as other parameters. Where they hold copies, or should have a norm "
+        "of their own, say so with layout= or group=",
+    )

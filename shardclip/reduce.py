@@ -1,0 +1,106 @@
+"""The only file that calls a collective."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import compat
+
+
+class _Self:
+    """The type of SELF."""
+
+    def __repr__(self) -> str:
+        return "shardclip.SELF"
+
+
+SELF: Final = _Self()
+"""For ``group=``: this rank alone, for a model that lives on one rank of a larger job."""
+
+Group = Any
+"""A process group, a one-axis DeviceMesh, ``SELF``, or None for the whole world."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that reduce together.
+
+    Attributes:
+        ranks: Global ranks, in the group's order.
+        rank: This one's.
+        process_group: What to reduce over; None where this rank is alone.
+        device: Where the payload travels; a function of the group alone, so that all ranks agree.
+            None where nothing travels.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: Any = None
+    device: torch.device | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+
+def resolve(group: Group) -> World:
+    """Find the ranks and the device of a group.
+
+    Raises:
+        ValueError: This rank is not in the group.
+        TypeError: It is no group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return World((0,), 0)
+    rank = dist.get_rank()
+    if group is SELF:
+        return World((rank,), rank)
+    if group is None:
+        group = dist.group.WORLD
+    elif isinstance(group, dist.DeviceMesh):
+        group = group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group=: rank {rank} is not in it; only its members may call")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group= must be a ProcessGroup, a one-axis DeviceMesh, SELF or None, got {group!r}"
+        )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return World(ranks, rank)
+    return World(ranks, rank, group, _payload_device(group))
+
+
+def _payload_device(process_group: Any) -> torch.device:
+    """Prefer the accelerator: moving the small payload there beats a second backend."""
+    kind = compat.group_accelerator(process_group)
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def all_reduce(payload: Tensor, world: World, *, maximum: bool = False) -> Tensor:
+    """Combine the ranks' payloads, in place, on the payload's device. One all-reduce.
+
+    Args:
+        payload: float64 of the same shape on every rank.
+        world: Who takes part; nothing happens where a rank is alone.
+        maximum: Combine by MAX rather than by SUM.
+    """
+    if world.process_group is not None:
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        dist.all_reduce(payload, op, group=world.process_group)
+    return payload
+
+
+def gather(value: Any, world: World) -> list[Any]:
+    """Collect one picklable object from every rank, in the group's order; two all-gathers."""
+    if world.process_group is None:
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=world.process_group)
+    return values

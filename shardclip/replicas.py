@@ -1,0 +1,131 @@
+"""Proof that copies are copies: a fingerprint of every replicated tensor, inside the payload.
+
+Each holder of a copy adds c_i * f to lanes of the all-reduce, where f is a small weighted sample of
+its values and the c_i of all holders sum to zero. What comes out is zero if all copies agree, else
+the size of their difference, whatever the number of ranks and tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+SAMPLE = 64  # values looked at per tensor
+SKETCH = 8  # lanes they are folded into; a tensor of up to 8 elements is compared as it is
+LANES = SKETCH + 2  # lanes of one slot: the sketch, its scale, the number of tensors in it
+
+# Copies disagree when they differ by more than this of their own size and of the total norm:
+# noise of non-deterministic kernels and gradients that are nothing but rounding pass.
+OF_SAMPLE = 1e-2
+OF_TOTAL = 1e-5
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One tensor of this rank that other ranks should hold copies of.
+
+    Attributes:
+        slot: Which lanes it uses.
+        ordinal: Its number among the tensors that the same ranks hold; the weights depend on it.
+        holders: The ranks that hold a copy.
+        index: Which of them this rank is.
+        weight: Its part in the number of tensors: 1 over the ranks that hold any of it.
+    """
+
+    slot: int
+    ordinal: int
+    holders: tuple[int, ...]
+    index: int
+    weight: float
+
+    @property
+    def count(self) -> int:
+        """How many copies there are."""
+        return len(self.holders)
+
+
+@lru_cache(maxsize=256)
+def coefficients(count: int) -> Tensor:
+    """Return ``(count, SKETCH)`` coefficients that sum to zero over the copies.
+
+    Scaled so that the squared sum of coefficient times value is, on average over the lanes, the
+    mean squared difference between two copies (exactly that for two copies).
+    """
+    generator = torch.Generator().manual_seed(count)
+    c = torch.rand(count, SKETCH, generator=generator, dtype=torch.float64) - 0.5
+    c -= c.mean(0)
+    return c * (2 / c.square().sum(0)).sqrt()
+
+
+@lru_cache(maxsize=16)
+def signs(ordinals: tuple[int, ...]) -> Tensor:
+    """Return ``(tensors, SAMPLE)`` weights of +-1 that depend on tensor and position."""
+    number = torch.tensor(ordinals, dtype=torch.int64).unsqueeze(1)
+    h = number * 0x9E3779B1 + torch.arange(SAMPLE, dtype=torch.int64) * 0x85EBCA77 + 1
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+        h = ((h ^ (h >> shift)) * factor) & 0xFFFFFFFF  # a 32-bit integer hash
+    return 1.0 - 2.0 * (h >> 7 & 1).double()
+
+
+def _positions(tensor: Tensor) -> Tensor:
+    """View up to SAMPLE values of a tensor, evenly spaced by an odd step: it meets all columns."""
+    flat = tensor.reshape(-1)
+    step = max(1, flat.numel() // SAMPLE - (flat.numel() // SAMPLE + 1) % 2)
+    picked = flat[::step][:SAMPLE]
+    return picked.real + picked.imag if picked.is_complex() else picked
+
+
+def samples(tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``(tensors, SAMPLE)`` float64 values on the first tensor's device, zero beyond a
+    short tensor's end; scaled so that a row's sum of squares estimates its tensor's.
+    """
+    home = tensors[0].device
+    picked = [_positions(t) for t in tensors]
+    lengths = torch.tensor([p.numel() for p in picked])
+    filled = torch.arange(SAMPLE) < lengths.unsqueeze(1)
+    out = torch.zeros(len(picked), SAMPLE, dtype=torch.float64, device=home)
+    out[filled.to(home)] = torch.cat([p.to(home, torch.float64) for p in picked])
+    whole = torch.tensor([max(1.0, t.numel() / SAMPLE) for t in tensors], dtype=torch.float64)
+    return out * whole.sqrt().to(home).unsqueeze(1)
+
+
+def sketches(tensors: Sequence[Tensor], copies: Sequence[Copy]) -> Tensor:
+    """Fold each tensor's sample into ``(tensors, SKETCH)`` float64 values."""
+    picked = samples(tensors)
+    weights = signs(tuple(c.ordinal for c in copies)).to(picked.device)
+    return (picked * weights).view(len(copies), SAMPLE // SKETCH, SKETCH).sum(1)
+
+
+def contribute(lanes: Tensor, sketch: Tensor, copies: Sequence[Copy]) -> None:
+    """Add this rank's copies to the slots' lanes, of shape ``(slots, LANES)``."""
+    c = torch.stack([coefficients(copy.count)[copy.index] for copy in copies]).to(sketch.device)
+    counts = torch.tensor([copy.count for copy in copies], dtype=torch.float64)
+    weights = torch.tensor([copy.weight for copy in copies], dtype=torch.float64)
+    scale = sketch.square().sum(1) / counts.to(sketch.device)
+    rows = torch.cat([sketch * c, scale.unsqueeze(1), weights.to(scale).unsqueeze(1)], dim=1)
+    slots = torch.tensor([copy.slot for copy in copies], device=lanes.device)
+    lanes.index_add_(0, slots, rows.to(lanes.device))
+
+
+def disagreeing(lanes: Tensor, total: Tensor) -> Tensor:
+    """Tell which slots hold copies that differ, as bools; a NaN is no difference.
+
+    Args:
+        lanes: The reduced ``(slots, LANES)``.
+        total: The size of all gradients that differences are compared with; the L2 norm.
+    """
+    difference = lanes[:, :SKETCH].square().sum(1)
+    apart = difference > OF_SAMPLE**2 * lanes[:, SKETCH]
+    return apart & (difference > (OF_TOTAL * total) ** 2)
+
+
+def suspicious(lanes: Tensor, total: Tensor) -> Tensor:
+    """Like ``disagreeing``, but a slot that several tensors share is suspected sooner.
+
+    There a large tensor could hide a small one; the ranks then look closer.
+    """
+    difference = lanes[:, :SKETCH].square().sum(1)
+    shared = lanes[:, SKETCH + 1] > 1.5
+    return disagreeing(lanes, total) | (shared & (difference > (OF_TOTAL * total) ** 2))

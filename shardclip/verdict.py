@@ -1,0 +1,227 @@
+"""What is wrong with a step, decided after the reduction, on all ranks alike.
+
+Everything here that communicates does so only when the reduced lanes have told every rank that
+something is wrong.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import kernels, reduce, replicas
+from .errors import NonFiniteGradientError, ReplicaMismatchError
+from .measure import Measured
+from .norm import is_maximum
+from .reduce import World
+
+_MEND = (
+    "Clipping would scale them differently on each rank. If they are shards, or belong to different "
+    "experts or pipeline stages, say so with layout=(mesh, placements). If they should be copies, "
+    "average them before clipping: torch.distributed.all_reduce(p.grad, "
+    "op=torch.distributed.ReduceOp.AVG); parameters that fully_shard was told to ignore, or that "
+    "were added after it, are not averaged by FSDP2"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """One rank's copy of a suspected tensor."""
+
+    rank: int
+    name: str
+    copy: replicas.Copy
+    sketch: torch.Tensor
+
+
+def host_reads_are_free(measured: Measured) -> bool:
+    """Whether reading the payload costs no host sync."""
+    return measured.payload.device.type == "cpu"
+
+
+def raise_problems(measured: Measured, world: World) -> None:
+    """Raise on every rank if any rank's tensors or layout are wrong.
+
+    Raises:
+        ValueError: With what is wrong, the parameter and the rank (a TypeError for types).
+    """
+    if measured.lane(measured.plan.lanes.errors) == 0:
+        return
+    raise_told(reduce.gather((world.rank, measured.plan.problems), world))
+
+
+def raise_told(told: list[tuple[int, list[tuple[str, str]]]]) -> None:
+    """Raise what any rank told to be wrong; nothing if none did.
+
+    Raises:
+        TypeError: All that is wrong is a type.
+        ValueError: Anything else.
+    """
+    kinds = {kind for _, problems in told for kind, _ in problems}
+    lines = [f"{text} (rank {rank})" for rank, problems in told for _, text in problems]
+    if lines:
+        raise (TypeError if kinds == {"TypeError"} else ValueError)(_few(lines))
+
+
+def raise_nonfinite(measured: Measured, world: World) -> None:
+    """Raise on every rank, naming parameters and ranks. The norm is known not to be finite.
+
+    Raises:
+        NonFiniteGradientError: Always.
+    """
+    told = reduce.gather((world.rank, nonfinite_names(measured)), world)
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, names in told:
+        for name in names:
+            ranks[name].append(rank)
+    lines = [f"{name} (rank {_listed(where)})" for name, where in ranks.items()]
+    what = _few(lines) if lines else "the sum of the gradients' powers overflows float64"
+    raise NonFiniteGradientError(
+        f"the total norm is {float(measured.total_norm)}: NaN or infinity in {what}. No gradient "
+        "was changed"
+    )
+
+
+def nonfinite_names(measured: Measured) -> list[str]:
+    """Name this rank's parameters with a NaN or an infinity; reads its gradients once more."""
+    if not measured.wholes:
+        return []
+    flags = torch.stack([kernels.any_nonfinite(w).cpu() for w in measured.wholes]).tolist()
+    seats = measured.plan.seats
+    return list(dict.fromkeys(s.source.name for s, bad in zip(seats, flags, strict=True) if bad))
+
+
+def raise_mismatch(measured: Measured, world: World) -> None:
+    """Raise on every rank if copies are none.
+
+    Raises:
+        ReplicaMismatchError: Names the parameters, the ranks and the mend.
+    """
+    size = measured.size()
+    suspects = replicas.suspicious(measured.proof, size).nonzero().flatten().tolist()
+    if not suspects:
+        return
+    told = reduce.gather(_statement(measured, set(suspects), world.rank), world)
+    lines = _differences([entry for entries in told for entry in entries], float(size))
+    if lines:
+        raise ReplicaMismatchError(
+            f"gradients that should be copies differ between ranks: {_few(lines)}. {_MEND}"
+        )
+
+
+def _statement(measured: Measured, suspects: set[int], rank: int) -> list[_Held]:
+    """Say what this rank holds in the suspected slots."""
+    if measured.sketches is None:
+        return []
+    seats = [seat for seat in measured.plan.seats if seat.copy is not None]
+    return [
+        _Held(rank, seat.source.name, seat.copy, sketch)
+        for seat, sketch in zip(seats, measured.sketches.cpu(), strict=True)
+        if seat.copy is not None and seat.copy.slot in suspects
+    ]
+
+
+def _differences(entries: list[_Held], size: float) -> list[str]:
+    """Repeat the proof tensor by tensor, and describe those that fail it."""
+    tensors: dict[tuple[int, int], list[_Held]] = defaultdict(list)
+    for entry in entries:
+        tensors[entry.copy.slot, entry.copy.ordinal].append(entry)
+    lines = []
+    for held in tensors.values():
+        rows = torch.zeros(1, replicas.LANES, dtype=torch.float64)
+        sketches = torch.stack([entry.sketch for entry in held])
+        replicas.contribute(rows, sketches, [replace(entry.copy, slot=0) for entry in held])
+        if bool(replicas.disagreeing(rows, torch.tensor(size))):
+            lines.append(_describe(held, rows[0]))
+    return lines
+
+
+def _describe(held: list[_Held], row: torch.Tensor) -> str:
+    ranks = [entry.rank for entry in held]
+    if len({entry.name for entry in held}) > 1:  # pipeline stages or experts in the same place
+        name = " / ".join(f"{entry.name} (rank {entry.rank})" for entry in held[:4])
+    else:
+        name = held[0].name
+    missing = {rank for entry in held for rank in entry.copy.holders} - set(ranks)
+    if missing:
+        return f"{name}: on rank {_listed(ranks)}, but not on rank {_listed(missing)}"
+    difference = float(row[: replicas.SKETCH].square().sum().sqrt())
+    scale = float(row[replicas.SKETCH].sqrt())
+    odd = sorted({rank for entry in held for rank in _odd_ones(entry, held)})
+    which = f"rank {_listed(odd)} from the others" if odd else f"ranks {_listed(ranks)}"
+    return f"{name}: {which}, by {difference / scale:.2g} of its size"
+
+
+def _odd_ones(entry: _Held, held: list[_Held]) -> list[int]:
+    """Return this rank where most holders of the same piece agree, but not with it."""
+    peers = [other for other in held if other.copy.holders == entry.copy.holders]
+    tolerance = replicas.OF_SAMPLE * entry.sketch.norm()
+    alike = [
+        sum(bool((one.sketch - other.sketch).norm() <= tolerance) for other in peers)
+        for one in peers
+    ]
+    most = max(alike)
+    if most * 2 <= len(peers) or alike[peers.index(entry)] * 2 > len(peers):
+        return []
+    return [entry.rank]
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    ranks = sorted(set(ranks))
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def _few(lines: list[str]) -> str:
+    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+    return "; ".join(lines[:8]) + more
+
+
+def judge(measured: Measured, world: World) -> None:
+    """Raise on every rank what the reduced lanes say is wrong; reads them.
+
+    Order: wrong tensors, then a norm that is not finite (if any rank asked), then copies that are
+    none.
+
+    Raises:
+        ValueError, TypeError, NonFiniteGradientError, ReplicaMismatchError: On all ranks or none.
+    """
+    raise_problems(measured, world)
+    if not bool(torch.isfinite(measured.total_norm)):
+        if measured.lane(measured.plan.lanes.strict) > 0:
+            raise_nonfinite(measured, world)
+    elif not is_maximum(measured.p):
+        raise_mismatch(measured, world)
+
+
+class Deferred:
+    """A verdict that is passed on the device now and read in the next call, without a host sync.
+
+    Until then a step that failed leaves the gradients as they are and its norm is NaN.
+    """
+
+    def __init__(self, measured: Measured) -> None:
+        self.measured = measured
+        failed = measured.lane_tensor(measured.plan.lanes.errors) > 0
+        if not is_maximum(measured.p):
+            differ = replicas.disagreeing(measured.proof, measured.size()).any()
+            failed = failed | (differ & torch.isfinite(measured.total_norm))
+        self.failed = failed
+        measured.wholes = []  # the gradients must not outlive their step
+        self._host = failed.to("cpu", non_blocking=True)
+        self._event = None
+        if failed.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def settle(self, world: World) -> None:
+        """Wait for the verdict and raise it, on all ranks alike.
+
+        Raises:
+            ValueError, TypeError, ReplicaMismatchError: As ``judge``.
+        """
+        if self._event is not None:
+            self._event.synchronize()  # waiting, never polling: all ranks raise in the same call
+        if bool(self._host):
+            raise_problems(self.measured, world)
+            raise_mismatch(self.measured, world)
