@@ -78,8 +78,8 @@ def clip_grad_norm_(
     sources = _sources(parameters, world)
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
     measured, coef = _measured(sources, grads, p, world, layout, error_if_nonfinite, max_norm)
-    if sources and isinstance(coef, float) and measured.lane(measured.plan.lanes.present) == 0:
-        warn_once(sources[0].parameter, NO_GRADIENTS)
+    if isinstance(coef, float) and measured.lane(measured.plan.lanes.present) == 0:
+        warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
     scale_(_targets(grads), coef)
     return _returned(measured.total_norm, grads, world)
 

@@ -230,7 +230,7 @@ class GradClipper:
         """Raise now what is wrong, or pass the verdict on the device and raise in the next call."""
         if now:
             verdict.judge(measured, self._world)
-            if self._sources and measured.lane(measured.plan.lanes.present) == 0:
+            if measured.lane(measured.plan.lanes.present) == 0:
                 warn_once(self, NO_GRADIENTS)
         elif self._world.size > 1:
             self._deferred = verdict.Deferred(measured)

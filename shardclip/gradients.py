@@ -1,9 +1,8 @@
 """What a caller hands over, as named sources of gradients."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import GeneratorType
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,7 +77,7 @@ def of_module(
 def of_iterable(
     parameters: Iterable[Any], unnamed: str = "parameters[{}]", group: int = 0
 ) -> list[Source]:
-    """List tensors or ``(name, tensor)`` pairs; a used-up generator gets a warning.
+    """List tensors or ``(name, tensor)`` pairs; a used-up iterator gets a warning.
 
     An entry that is neither is refused later, with all ranks: see ``adapters.check``.
     """
@@ -89,9 +88,9 @@ def of_iterable(
             sources.append(Source(name, entry[1], group, owner=name.rpartition(".")[0]))
         else:
             sources.append(Source(unnamed.format(index), entry, group))
-    if not sources and isinstance(parameters, GeneratorType):
+    if not sources and isinstance(parameters, Iterator):
         warnings.warn(
-            "`parameters` is an empty generator: nothing is counted or clipped on this rank. Was "
+            "`parameters` is an empty iterator: nothing is counted or clipped on this rank. Was "
             "it used up before? Pass a list",
             stacklevel=4,
         )

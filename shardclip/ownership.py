@@ -95,12 +95,13 @@ def tile_offsets(positions: Sequence[int], length: int) -> list[int] | None:
     """
     lowest = min(positions)
     steps = [position - lowest for position in positions]
+    reach = max(steps)
     covered = bytearray(length)
     offsets = []
     for start in range(length):
         if covered[start]:
             continue
-        if start + max(steps) >= length or any(covered[start + step] for step in steps):
+        if start + reach >= length or any(covered[start + step] for step in steps):
             return None
         for step in steps:
             covered[start + step] = 1
@@ -142,12 +143,12 @@ def place(mesh: Mesh, replicated: Sequence[bool], root: Mesh, rank: int) -> Plac
     ranks, stage = _without_other_stages(root, mesh.ranks, rank)
     where = {r: position for position, r in enumerate(ranks)}
     positions = [where[r] for r in mesh.ranks]
-    offsets = tile_offsets(positions, len(ranks))
+    lowest = min(positions)
     tiles = []
-    for offset in offsets or ():
-        if offset == min(positions):
+    for offset in tile_offsets(positions, len(ranks)) or ():
+        if offset == lowest:
             continue
-        moved = tuple(ranks[position - min(positions) + offset] for position in positions)
+        moved = tuple(ranks[position - lowest + offset] for position in positions)
         tiles.append(Tile(moved, tuple(moved[index] for index in held)))
     return Place(own, tuple(tiles), pieces, stage, root.ranks)
 

@@ -188,7 +188,8 @@ def make(
         if grad is not None:
             key = None if keys is None else keys[index]
             bucket = Bucket(source.group, key, _weight(owned, maximum))
-            slot = (number if numbers is not None else number + planner.base(owned)) % lanes.slots
+            base = planner.base(owned) if numbers is None else 0
+            slot = (base + number) % max(1, lanes.slots)
             seat = _seat(planner, source, settled, number, slot, maximum)
             plan.seats.append(replace(seat, bucket=buckets.setdefault(bucket, len(buckets))))
     plan.buckets = list(buckets)

@@ -30,4 +30,5 @@ def scale_(tensors: Sequence[Tensor], coef: float | Tensor) -> None:
     if 0 < coef < _TINY:
         torch._foreach_mul_(filled, _TINY)
         coef /= _TINY
-    torch._foreach_mul_(filled, coef)
+    # As a tensor: a Python number would be rounded to a 16-bit gradient's dtype first.
+    torch._foreach_mul_(filled, torch.tensor(coef, dtype=torch.float64))

@@ -78,8 +78,8 @@ def raise_nonfinite(measured: Measured, world: World) -> None:
     lines = [f"{name} (rank {_listed(where)})" for name, where in ranks.items()]
     what = _few(lines) if lines else "the sum of the gradients' powers overflows float64"
     raise NonFiniteGradientError(
-        f"the total norm is {float(measured.total_norm)}: NaN or infinity in {what}. No gradient "
-        "was changed"
+        f"the total norm is non-finite ({float(measured.total_norm)}): NaN or infinity in {what}. "
+        "No gradient was changed"
     )
 
 
@@ -106,7 +106,7 @@ def raise_mismatch(measured: Measured, world: World) -> None:
     lines = _differences([entry for entries in told for entry in entries], float(size))
     if lines:
         raise ReplicaMismatchError(
-            f"gradients that should be copies differ between ranks: {_few(lines)}. {_MEND}"
+            f"gradients that should be copies are none: {_few(lines)}. {_MEND}"
         )
 
 
@@ -149,8 +149,8 @@ def _describe(held: list[_Held], row: torch.Tensor) -> str:
     difference = float(row[: replicas.SKETCH].square().sum().sqrt())
     scale = float(row[replicas.SKETCH].sqrt())
     odd = sorted({rank for entry in held for rank in _odd_ones(entry, held)})
-    which = f"rank {_listed(odd)} from the others" if odd else f"ranks {_listed(ranks)}"
-    return f"{name}: {which}, by {difference / scale:.2g} of its size"
+    who = f"rank {_listed(odd)} differs from the others" if odd else f"ranks {_listed(ranks)} differ"
+    return f"{name}: {who} by {difference / scale:.2g} of its size"
 
 
 def _odd_ones(entry: _Held, held: list[_Held]) -> list[int]:

@@ -1,7 +1,8 @@
 """Power sums on CPU: short float32 rows at memory bandwidth, combined in float64.
 
-A row's sum is short enough for float32; the rows are combined in float64. 16-bit gradients go
-through a float32 buffer that stays in cache. Where float32 cannot hold the squares (beyond 1e19,
+A row is so short that even its worst case (a large number first, then many small ones that round
+away) stays below 1e-6; the rows are combined in float64. 16-bit gradients go through a float32
+buffer that stays in cache. Where float32 cannot hold the squares (beyond 1e19,
 below 1e-10), the bucket is summed again in float64: rare, and seen from the result alone.
 """
 
@@ -14,8 +15,7 @@ from torch import Tensor
 from ..norm import is_maximum
 from . import foreach
 
-_ROW = 4096  # elements summed in float32; 16-bit values round alike, so theirs are shorter
-_SHORT_ROW = 1024
+_ROW = 256  # elements summed in float32, in at least 16 partial sums
 _BUFFER = 1 << 19  # elements of float32 scratch: 2 MiB, which a core's cache holds about
 _SMALL = 1 << 15  # tensors below this are packed together
 # float32 squares lose at most 2^-126 an element: below this sum that could be seen.
@@ -79,24 +79,24 @@ def _cat(tensors: list[Tensor]) -> Tensor:
 def _row_sums(flat: Tensor, p: float) -> float:
     """Sum |x|^p over one run, row by row, through the buffer where that is needed."""
     if p == 2 and flat.dtype in (torch.float32, torch.float64):
-        return _sum_of_squares(flat, _ROW)
+        return _sum_of_squares(flat)
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=wide)
     parts = []
     for block in flat.split(_BUFFER):
         values = buffer[: block.numel()].copy_(block)
         if p == 2:
-            parts.append(_sum_of_squares(values, _SHORT_ROW))
+            parts.append(_sum_of_squares(values))
         else:
             parts.append(float(values.abs_().sum()))  # torch sums pairwise here
     return math.fsum(parts)
 
 
-def _sum_of_squares(flat: Tensor, row: int) -> float:
-    even = flat.numel() // row * row
+def _sum_of_squares(flat: Tensor) -> float:
+    even = flat.numel() // _ROW * _ROW
     total = 0.0
     if even:
-        norms = torch.linalg.vector_norm(flat[:even].view(-1, row), dim=1).double()
+        norms = torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1).double()
         total += float(norms.dot(norms))
     if even < flat.numel():
         total += float(torch.linalg.vector_norm(flat[even:])) ** 2
@@ -115,5 +115,5 @@ def _elementwise(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, 
     out = torch.zeros(count, dtype=torch.float64)
     for tensor, bucket in zip(tensors, buckets, strict=True):
         for block in _flatten(tensor.detach(), p).split(_BUFFER):
-            out[bucket] += block.double().abs_().pow_(p).sum()
+            out[bucket] += block.double().abs().pow_(p).sum()
     return out
