@@ -15,6 +15,7 @@ from .gradients import Source
 from .notices import warn_once
 from .ownership import Tile
 from .plan import Planner, Settled
+from .world import World
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots
 
@@ -38,16 +39,16 @@ class Agreement:
     key_of: list[int]
 
 
-def agree(value: Any, reduce_world: reduce.World) -> list[Any]:
+def agree(value: Any, world: World) -> list[Any]:
     """Give every rank every rank's value, in the group's order.
 
     Most ranks say the same, so digests travel first and each distinct value once: four all-gathers.
     """
     packed = pickle.dumps(value)
-    digests = reduce.gather(hashlib.sha256(packed).digest(), reduce_world)
-    mine = reduce_world.ranks.index(reduce_world.rank)
+    digests = reduce.gather(hashlib.sha256(packed).digest(), world)
+    mine = world.ranks.index(world.rank)
     first = digests.index(digests[mine]) == mine
-    told = reduce.gather(packed if first else None, reduce_world)
+    told = reduce.gather(packed if first else None, world)
     values = {d: pickle.loads(v) for d, v in zip(digests, told, strict=True) if v is not None}
     return [values[digest] for digest in digests]
 
@@ -104,6 +105,16 @@ def _identity(source: Source, settled: Settled) -> tuple[_Identity, bool]:
     return known, len(owned.holders) > 1
 
 
+def _describe(source: Source, planner: Planner) -> tuple[Any, Any]:
+    """Return a source's identity and whether it has copies, or an error's type and text."""
+    try:
+        if not isinstance(source.parameter, Tensor):
+            raise TypeError("is no tensor; give tensors or (name, tensor) pairs")
+        return _identity(source, planner.settle_one(source, source.parameter))
+    except Exception as error:  # a user's layout may raise anything, on one rank alone
+        return type(error).__name__, f"{source.name}: {error}"
+
+
 def conclude(
     sources: Sequence[Source], planner: Planner, groups: int, norms: str | None
 ) -> Agreement:
@@ -112,15 +123,9 @@ def conclude(
     Raises:
         ValueError, TypeError: On every rank alike, if any rank's layout is wrong.
     """
-    mine: list[tuple[_Identity, bool]] = []
-    problems: list[tuple[str, str]] = []
-    for source in sources:
-        try:
-            if not isinstance(source.parameter, Tensor):
-                raise TypeError("is no tensor; give tensors or (name, tensor) pairs")
-            mine.append(_identity(source, planner.settle_one(source, source.parameter)))
-        except Exception as error:  # a user's layout may raise anything, on one rank alone
-            problems.append((type(error).__name__, f"{source.name}: {error}"))
+    described = [_describe(source, planner) for source in sources]
+    mine = [entry for entry in described if isinstance(entry[0], _Identity)]
+    problems = [entry for entry in described if not isinstance(entry[0], _Identity)]
     told = agree((mine, problems, groups), planner.world)
     verdict.raise_told(
         [(rank, wrong) for rank, (_, wrong, _) in zip(planner.world.ranks, told, strict=True)]

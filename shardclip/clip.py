@@ -11,8 +11,9 @@ from .gradients import Layout, Source
 from .measure import Measured, measure
 from .notices import warn_once
 from .payload import Lanes
-from .reduce import Group, World
+from .reduce import Group
 from .scale import scale_
+from .world import World
 
 Parameters = nn.Module | Tensor | Iterable[Any]
 """A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""
@@ -80,8 +81,8 @@ def clip_grad_norm_(
     measured, coef = _measured(sources, grads, p, world, layout, error_if_nonfinite, max_norm)
     if isinstance(coef, float) and measured.lane(measured.plan.lanes.present) == 0:
         warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
-    scale_(_targets(grads), coef)
-    return _returned(measured.total_norm, grads, world)
+    scale_(measured.targets(0), coef)
+    return _returned(measured)
 
 
 def get_total_norm(
@@ -124,7 +125,7 @@ def get_total_norm(
     sources = gradients.unique(gradients.of_iterable(listed, "tensors[{}]"))
     values = [source.parameter for source in sources]
     measured, _ = _measured(sources, values, p, world, layout, error_if_nonfinite)
-    return _returned(measured.total_norm, values, world)
+    return _returned(measured)
 
 
 def clip_grads_with_norm_(
@@ -167,7 +168,8 @@ def clip_grads_with_norm_(
     if compat.is_dtensor(known):
         known = compat.full_tensor(known)
     coef = norm.clip_coef(known.detach().double(), max_norm)
-    scale_(_targets(grads), float(coef) if coef.device.type == "cpu" else coef)
+    targets = [adapters.storage(compat.local_tensor(grad)) for grad in grads if grad is not None]
+    scale_(targets, float(coef) if coef.device.type == "cpu" else coef)
 
 
 def clip_by_global_norm(
@@ -211,8 +213,7 @@ def clip_by_global_norm(
     values = [source.parameter for source in sources]
     if use_norm is None:
         measured, _ = _measured(sources, values, 2.0, world, layout, False)
-        total = measured.total_norm
-        returned = _returned(total, values, world)
+        total, returned = measured.total_norm, _returned(measured)
     else:
         returned = use_norm if isinstance(use_norm, Tensor) else torch.tensor(float(use_norm))
         total = returned.detach().double()
@@ -246,7 +247,7 @@ def global_norm(
     world = reduce.resolve(group)
     values = [source.parameter for source in sources]
     measured, _ = _measured(sources, values, 2.0, world, layout, False)
-    return _returned(measured.total_norm, values, world)
+    return _returned(measured)
 
 
 _pending: dict[tuple[int, ...], verdict.Deferred] = {}
@@ -272,11 +273,7 @@ def _measured(
     planner = plan.Planner(world, layout)
     pairs = list(zip(sources, grads, strict=True))
     made = plan.make(planner, pairs, lanes, maximum=norm.is_maximum(p))
-    seated = {seat.source.identity for seat in made.seats}
-    taken = [
-        grad for source, grad in pairs if grad is not None and source.identity in seated
-    ]
-    measured = measure(made, taken, p, world, strict=strict)
+    measured = measure(made, grads, p, world, strict=strict)
     free = verdict.host_reads_are_free(measured)
     if free or strict or made.problems or made.proves:
         verdict.judge(measured, world)
@@ -295,7 +292,7 @@ def _measured(
 
 def _sources(parameters: Parameters, world: World) -> list[Source]:
     if isinstance(parameters, nn.Module):
-        return gradients.unique(gradients.of_module(parameters, world.ranks, world.rank))
+        return adapters.module_sources(parameters, world)
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     return gradients.unique(gradients.of_iterable(listed))
 
@@ -306,16 +303,9 @@ def _listed(t_list: Sequence[Tensor | None]) -> list[Source]:
     return [s for s in gradients.of_iterable(t_list, "t_list[{}]") if s.parameter is not None]
 
 
-def _targets(grads: Iterable[Tensor | None]) -> list[Tensor]:
-    return [adapters.storage(compat.local_tensor(grad)) for grad in grads if grad is not None]
-
-
-def _returned(total: Tensor, grads: Iterable[Tensor | None], world: World) -> Tensor:
+def _returned(measured: Measured) -> Tensor:
     """Round the norm to what this rank's gradients call for, on their device."""
-    held = [grad for grad in grads if grad is not None]
-    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in held)
-    device = compat.local_tensor(held[0]).device if held else total.device
-    return total.to(device, torch.float64 if wide else torch.float32, copy=True)
+    return measured.total_norm.to(measured.like(), copy=True)
 
 
 @torch.no_grad()

@@ -15,9 +15,10 @@ from .measure import Measured, measure
 from .notices import warn_once
 from .payload import Lanes
 from .plan import Plan
-from .reduce import Group, World
+from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
+from .world import World
 
 POLICIES = ("propagate", "raise", "skip")
 
@@ -85,7 +86,9 @@ class GradClipper:
         self.also = (also,) if isinstance(also, str) else tuple(also)
         _one_of("norms", norms, (None, "parameter", "module"))
         if self.also and norm.is_maximum(self.norm_type):
-            raise ValueError("also= sums, and the all-reduce of p = inf takes the maximum; drop one")
+            raise ValueError(
+                "also= sums, and the all-reduce of p = inf takes the maximum; drop one"
+            )
         self.steps = 0
         self.skipped = 0
         self._world = reduce.resolve(group)
@@ -137,28 +140,20 @@ class GradClipper:
             settled.settle(self._world)
         grads = [gradients.gradient(source, self._read) for source in self._sources]
         made, fresh = self._planned(grads)
-        seated = {seat.source.identity for seat in made.seats} if fresh else self._seated
-        self._seated = seated
-        taken = [
-            grad
-            for source, grad in zip(self._sources, grads, strict=True)
-            if grad is not None and source.identity in seated
-        ]
         measured = measure(
-            made, taken, self.norm_type, self._world, strict=self.nonfinite == "raise", added=added
+            made, grads, self.norm_type, self._world, strict=self.nonfinite == "raise", added=added
         )
         host = verdict.host_reads_are_free(measured)
         self._judge(measured, now=host or fresh or self.nonfinite == "raise")
         coefs = self._coefs(measured, limits)
         skipped, names = self._nonfinite(measured, host)
         if not skipped:
-            self._scale(taken, made, coefs, host)
+            self._scale(measured, coefs, host)
         self.steps += 1
         self.skipped += skipped
         return ClipResult(
             measured,
             torch.ones_like(coefs) if skipped else coefs,
-            like=self._like(taken, measured),
             keys=self._agreed.keys,
             sums=self.also,
             skipped=skipped,
@@ -257,19 +252,9 @@ class GradClipper:
             return False, None
         return self.nonfinite == "skip", verdict.nonfinite_names(measured)
 
-    def _scale(self, taken: Sequence[Tensor], made: Plan, coefs: Tensor, host: bool) -> None:
-        targets: list[list[Tensor]] = [[] for _ in range(self._lanes.groups)]
-        for seat, grad in zip(made.seats, taken, strict=True):
-            targets[seat.source.group].append(adapters.storage(compat.local_tensor(grad)))
-        factors = coefs.tolist() if host else coefs
-        for tensors, factor in zip(targets, factors, strict=True):
-            scale_(tensors, factor)
-
-    def _like(self, taken: Sequence[Tensor], measured: Measured) -> Tensor:
-        """Return an empty tensor of the dtype and device that results take on this rank."""
-        wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in taken)
-        device = compat.local_tensor(taken[0]).device if taken else measured.payload.device
-        return torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=device)
+    def _scale(self, measured: Measured, coefs: Tensor, host: bool) -> None:
+        for group, factor in enumerate(coefs.tolist() if host else coefs):
+            scale_(measured.targets(group), factor)
 
 
 def _one_of(what: str, value: str | None, choices: Sequence[str | None]) -> str:
@@ -281,8 +266,8 @@ def _one_of(what: str, value: str | None, choices: Sequence[str | None]) -> str:
 def _grouped(parameters: Any, world: World) -> tuple[list[dict[str, Any]], list[Source]]:
     """Return the param groups' settings and all sources; a parameter counts in its first group."""
     if isinstance(parameters, nn.Module):
-        return [{}], gradients.unique(gradients.of_module(parameters, world.ranks, world.rank))
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return [{}], adapters.module_sources(parameters, world)
+    listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
         given = listed or parameters  # an empty generator is warned of
         return [{}], gradients.unique(gradients.of_iterable(given, "group0.{}"))

@@ -1,7 +1,7 @@
 """Everything of torch that is private, or new in a version, behind one guarded place."""
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,24 +32,40 @@ def is_plain(tensor: Tensor) -> bool:
     return any(cls is not None and type(tensor) is cls for cls in kinds)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Any) -> Tensor:
     """Return this rank's own tensor: a DTensor's local part, an asynchronous result waited for."""
-    if is_dtensor(tensor):
-        tensor = tensor._local_tensor
+    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
     pending = _loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    if pending is not None and isinstance(tensor, pending):
-        tensor = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor.wait()
-    return tensor
+    if pending is not None and isinstance(local, pending):
+        wait = "trigger_wait" if hasattr(local, "trigger_wait") else "wait"
+        local = getattr(local, wait)()
+    return cast("Tensor", local)
+
+
+def mesh_and_placements(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a DTensor's device mesh and placements."""
+    return tensor.device_mesh, tensor.placements
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor made on the host to a device without a host sync."""
+    if tensor.device == device:
+        return tensor
+    pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def signature(tensor: Any) -> object:
-    """Return what a plan depends on: a DTensor's spec (mostly the same object every step), or a
-    plain tensor's shape, dtype, device and layout; None for None.
+    """Return what a plan depends on; None for None.
+
+    A DTensor's spec is mostly the same object every step, which makes the comparison cheap.
     """
     if is_dtensor(tensor):
         return tensor._spec
     if not isinstance(tensor, Tensor):
         return tensor
+    if tensor.layout != torch.strided:
+        return object()  # how many values a sparse gradient has changes from step to step
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
@@ -69,7 +85,7 @@ def from_local(local: Tensor, like: Any) -> Tensor:
 
 def full_tensor(tensor: Any) -> Tensor:
     """Gather a DTensor, as torch's own norm is one; its mesh's ranks must all call."""
-    return tensor.full_tensor()
+    return cast("Tensor", tensor.full_tensor())
 
 
 def root_mesh(mesh: Any) -> Any:

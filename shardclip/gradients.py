@@ -1,11 +1,11 @@
 """What a caller hands over, as named sources of gradients."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .ownership import Ownership
 
@@ -49,29 +49,6 @@ def clean(name: str) -> str:
     while len(parts) > 1 and parts[0] == "module":  # DistributedDataParallel's
         parts = parts[1:]
     return ".".join(parts)
-
-
-def _unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside DataParallel and DistributedDataParallel."""
-    while isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        module = module.module
-    return module
-
-
-def of_module(
-    module: nn.Module, rank_group: Sequence[int], rank: int, group: int = 0
-) -> list[Source]:
-    """List a module's parameters, FSDP1's flat ones by the parameters inside."""
-    from .adapters import fsdp1
-
-    module = _unwrap(module)
-    sources = fsdp1.sources(module, rank_group, rank)
-    taken = {id(s.parameter) for s in sources}
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in taken:
-            full = clean(name)
-            sources.append(Source(full, parameter, group, owner=full.rpartition(".")[0]))
-    return sources
 
 
 def of_iterable(

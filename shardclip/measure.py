@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import kernels, norm, reduce, replicas
-from .plan import Plan, readings
-from .reduce import World
+from . import adapters, kernels, norm, reduce, replicas
+from .plan import Plan, locals_of, readings
+from .world import World
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Measured:
         total_norm: float64, 0-dim.
         plan: What was read.
         p: The norm type.
-        wholes: This rank's local gradients, seat by seat.
+        local: This rank's local gradients, seat by seat, as they are stored.
+        wholes: Their values: of a sparse gradient, duplicates added up.
         sketches: Of those with copies elsewhere, in the seats' order.
     """
 
@@ -32,8 +33,20 @@ class Measured:
     total_norm: Tensor
     plan: Plan
     p: float
+    local: list[Tensor]
     wholes: list[Tensor]
     sketches: Tensor | None
+
+    def targets(self, group: int) -> list[Tensor]:
+        """List what is scaled in place for a param group."""
+        pairs = zip(self.plan.seats, self.local, strict=True)
+        return [adapters.storage(t) for seat, t in pairs if seat.source.group == group]
+
+    def like(self) -> Tensor:
+        """Return an empty tensor of the dtype and device that results take on this rank."""
+        wide = any(t.dtype in (torch.float64, torch.complex128) for t in self.local)
+        device = self.local[0].device if self.local else self.payload.device
+        return torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=device)
 
     @property
     def proof(self) -> Tensor:
@@ -60,7 +73,7 @@ class Measured:
 
 def measure(
     plan: Plan,
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
     p: float,
     world: World,
     *,
@@ -71,33 +84,40 @@ def measure(
 
     Args:
         plan: Made for these gradients.
-        grads: One for each of the plan's seats.
+        grads: Those that the plan was made for.
         p: The norm type.
         world: Who takes part.
         strict: Ask for an error where the norm is not finite.
         added: Numbers to be summed over the ranks.
     """
-    parts, wholes = readings(plan, grads)
+    local = locals_of(plan, grads)
+    parts, wholes = readings(plan, local)
     device = world.device or (parts[0].device if parts else torch.device("cpu"))
-    sketches = sketch(plan, wholes, p)
-    payload = fill(plan, parts, sketches, p, device)
+    sketches = sketch(plan, wholes, device)
+    payload = fill(plan, parts, wholes, sketches, p, device)
     payload[plan.lanes.strict] = float(strict)
     for index, value in enumerate(added):
         payload[plan.lanes.added.start + index] = value
     reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
-    return conclude(plan, payload, p, wholes, sketches)
+    return conclude(plan, payload, p, local, wholes, sketches)
 
 
-def sketch(plan: Plan, wholes: Sequence[Tensor], p: float) -> Tensor | None:
+def sketch(plan: Plan, wholes: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """Take the fingerprints of what other ranks hold copies of."""
-    held = [w for w, seat in zip(wholes, plan.seats, strict=True) if seat.copy is not None]
-    if not held or plan.problems or norm.is_maximum(p):
+    if plan.problems or not plan.seats:
         return None
-    return replicas.sketches(held, plan.copies())
+    proof = plan.tables(wholes, device).proof
+    held = [w for w, seat in zip(wholes, plan.seats, strict=True) if seat.copy is not None]
+    return None if proof is None else proof.sketches(held)
 
 
 def fill(
-    plan: Plan, parts: list[Tensor], sketches: Tensor | None, p: float, device: torch.device
+    plan: Plan,
+    parts: list[Tensor],
+    wholes: list[Tensor],
+    sketches: Tensor | None,
+    p: float,
+    device: torch.device,
 ) -> Tensor:
     """Pack this rank's part of the payload."""
     lanes = plan.lanes
@@ -107,22 +127,28 @@ def fill(
     if plan.problems or not plan.seats:
         return payload
     buckets = [seat.bucket for seat in plan.seats]
-    sums = kernels.power_sums(parts, buckets, len(plan.buckets), p).to(device)
-    source, target = plan.routes(device)
+    sums = kernels.power_sums(parts, buckets, len(plan.buckets), p)
+    sums = sums.to(device, non_blocking=device.type != "cpu")
+    tables = plan.tables(wholes, device)
+    powers = payload[lanes.powers]
     if norm.is_maximum(p):
-        found = sums[source]
-        payload[lanes.powers].scatter_reduce_(0, target, found.nan_to_num(0.0, torch.inf), "amax")
-        payload[lanes.nans].scatter_reduce_(0, target, found.isnan().double(), "amax")
+        found = sums[tables.source]
+        powers.scatter_reduce_(0, tables.target, found.nan_to_num(0.0, torch.inf), "amax")
+        payload[lanes.nans].scatter_reduce_(0, tables.target, found.isnan().double(), "amax")
         return payload
-    weights = torch.tensor([bucket.weight for bucket in plan.buckets], dtype=torch.float64)
-    payload[lanes.powers].index_add_(0, target, (sums * weights.to(device))[source])
-    if sketches is not None:
-        replicas.contribute(lanes.proof(payload), sketches, plan.copies())
+    powers.index_add_(0, tables.target, (sums * tables.weights)[tables.source])
+    if tables.proof is not None and sketches is not None:
+        tables.proof.contribute(lanes.proof(payload), sketches)
     return payload
 
 
 def conclude(
-    plan: Plan, payload: Tensor, p: float, wholes: list[Tensor], sketches: Tensor | None = None
+    plan: Plan,
+    payload: Tensor,
+    p: float,
+    local: list[Tensor],
+    wholes: list[Tensor],
+    sketches: Tensor | None,
 ) -> Measured:
     """Turn the reduced payload into norms; every rank does this alike, in float64."""
     lanes = plan.lanes
@@ -133,6 +159,5 @@ def conclude(
     else:
         total = powers[: lanes.groups].sum()
     group_norms = norm.finish(powers[: lanes.groups], p)
-    return Measured(
-        payload, powers, group_norms, norm.finish(total, p), plan, p, wholes, sketches
-    )
+    total_norm = norm.finish(total, p)
+    return Measured(payload, powers, group_norms, total_norm, plan, p, local, wholes, sketches)

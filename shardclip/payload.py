@@ -36,12 +36,12 @@ class Lanes:
     @property
     def nans(self) -> slice:
         """Flags beside the power sums: a maximum may drop a NaN."""
-        return slice(self.powers.stop, 2 * self.powers.stop)
+        return slice(self.groups + self.keys, self.errors)
 
     @property
     def errors(self) -> int:
         """How many ranks found something wrong."""
-        return self.nans.stop
+        return 2 * (self.groups + self.keys)
 
     @property
     def present(self) -> int:
@@ -61,12 +61,12 @@ class Lanes:
     @property
     def copies(self) -> slice:
         """The proof of copies, ``slots`` times ``replicas.LANES``."""
-        return slice(self.added.stop, self.size)
+        return slice(self.errors + 3 + self.sums, self.size)
 
     @property
     def size(self) -> int:
         """How many lanes there are."""
-        return self.added.stop + self.slots * replicas.LANES
+        return self.errors + 3 + self.sums + self.slots * replicas.LANES
 
     def empty(self, device: torch.device | None) -> Tensor:
         """Return a payload of a rank that has nothing to give."""

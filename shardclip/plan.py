@@ -1,5 +1,7 @@
 """A plan: which local tensors this rank reads, in which bucket, and what it owes to the proof."""
 
+from __future__ import annotations
+
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from .gradients import Layout, Source
 from .notices import warn_once
 from .ownership import Ownership, Tile, own, segment
 from .payload import Lanes
-from .reduce import World
+from .world import World
 
 FUNCTION_LANES = Lanes()
 """The functions plan anew in every call, so that their payload's length is a constant."""
@@ -25,6 +27,7 @@ class Seat:
 
     Attributes:
         source: Whose gradient.
+        position: Its place in the list that the plan was made for.
         bucket: Index of the sum that it adds to.
         part: Which part of it this rank reads, of how many.
         copy: What it owes to the proof, where other ranks hold copies.
@@ -32,7 +35,8 @@ class Seat:
     """
 
     source: Source
-    bucket: int
+    position: int = 0
+    bucket: int = 0
     part: tuple[int, int] = (0, 1)
     copy: replicas.Copy | None = None
     declared: bool = False
@@ -66,20 +70,48 @@ class Plan:
     problems: list[tuple[str, str]] = field(default_factory=list)
     proves: bool = False
 
-    def copies(self) -> list[replicas.Copy]:
-        """List what this rank owes to the proof, in the seats' order."""
-        return [seat.copy for seat in self.seats if seat.copy is not None]
+    _tables: Tables | None = None
 
-    def routes(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return which bucket goes to which power lane, as two index tensors."""
-        rows = [(b, bucket.group) for b, bucket in enumerate(self.buckets)]
+    def tables(self, wholes: Sequence[Tensor], device: torch.device) -> Tables:
+        """Return what every step looks up, kept on the devices after the first."""
+        if self._tables is None:
+            self._tables = Tables.of(self, wholes, device)
+        return self._tables
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A plan's numbers as tensors.
+
+    Attributes:
+        source: For each power lane that is added to, the bucket it takes.
+        target: That lane.
+        weights: The buckets' factors.
+        proof: For the tensors that other ranks hold copies of, if there are any.
+    """
+
+    source: Tensor
+    target: Tensor
+    weights: Tensor
+    proof: replicas.Proof | None
+
+    @staticmethod
+    def of(plan: Plan, wholes: Sequence[Tensor], device: torch.device) -> Tables:
+        """Work them out for the payload's device."""
+        rows = [(b, bucket.group) for b, bucket in enumerate(plan.buckets)]
         rows += [
-            (b, self.lanes.groups + bucket.key)
-            for b, bucket in enumerate(self.buckets)
+            (b, plan.lanes.groups + bucket.key)
+            for b, bucket in enumerate(plan.buckets)
             if bucket.key is not None
         ]
-        source, target = torch.tensor(rows, device=device).T
-        return source, target
+        routes = compat.to_device(torch.tensor(rows), device)
+        weights = torch.tensor([bucket.weight for bucket in plan.buckets], dtype=torch.float64)
+        held = [(s.copy, w) for s, w in zip(plan.seats, wholes, strict=True) if s.copy is not None]
+        proof = None
+        if held:
+            copies = [copy for copy, _ in held]
+            proof = replicas.Proof(copies, [w.numel() for _, w in held], held[0][1].device)
+        return Tables(routes[:, 0], routes[:, 1], compat.to_device(weights, device), proof)
 
 
 Settle = Callable[[Source], Callable[[Tile], bool] | None]
@@ -106,7 +138,7 @@ class Planner:
         self.everyone = tuple(sorted(world.ranks))
         self._known: dict[int, Ownership] = {}
 
-    def settle_one(self, source: Source, tensor: Tensor) -> "Settled":
+    def settle_one(self, source: Source, tensor: Tensor) -> Settled:
         """Tell who holds this rank's piece of a tensor.
 
         Raises:
@@ -138,9 +170,7 @@ class Planner:
     def _plain(self, is_copy: Callable[[Tile], bool] | None) -> Ownership:
         holders = self.everyone
         if is_copy is not None:
-            holders = tuple(
-                r for r in holders if r == self.world.rank or is_copy(Tile((r,), (r,)))
-            )
+            holders = tuple(r for r in holders if r == self.world.rank or is_copy(Tile((r,), (r,))))
         return Ownership(holders, holders, split=False)
 
 
@@ -191,7 +221,8 @@ def make(
             base = planner.base(owned) if numbers is None else 0
             slot = (base + number) % max(1, lanes.slots)
             seat = _seat(planner, source, settled, number, slot, maximum)
-            plan.seats.append(replace(seat, bucket=buckets.setdefault(bucket, len(buckets))))
+            where = buckets.setdefault(bucket, len(buckets))
+            plan.seats.append(replace(seat, position=index, bucket=where))
     plan.buckets = list(buckets)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
     _warn_if_uncertain(planner, known, undeclared)
@@ -207,16 +238,21 @@ def _seat(
 ) -> Seat:
     owned = settled.owned
     if owned is None or maximum or len(owned.holders) == 1:
-        return Seat(source, 0, declared=settled.declared)
+        return Seat(source, declared=settled.declared)
     index = owned.holders.index(planner.world.rank)
     copy = replicas.Copy(slot, number, owned.holders, index, 1 / len(owned.domain))
     part = (index, len(owned.holders)) if owned.split else (0, 1)
-    return Seat(source, 0, part, copy, settled.declared)
+    return Seat(source, part=part, copy=copy, declared=settled.declared)
 
 
-def readings(plan: Plan, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the seats' local gradients, as they are stored."""
+    return [compat.local_tensor(grads[seat.position]) for seat in plan.seats]
+
+
+def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return, seat by seat, what this rank reads of the gradients and the whole local values."""
-    wholes = [adapters.values(compat.local_tensor(grad)) for grad in grads]
+    wholes = [adapters.values(tensor) for tensor in local]
     parts = []
     for seat, whole in zip(plan.seats, wholes, strict=True):
         index, count = seat.part

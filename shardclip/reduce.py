@@ -1,13 +1,14 @@
 """The only file that calls a collective."""
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import compat
+from .world import World
 
 
 class _Self:
@@ -24,29 +25,6 @@ Group = Any
 """A process group, a one-axis DeviceMesh, ``SELF``, or None for the whole world."""
 
 
-@dataclass(frozen=True)
-class World:
-    """The ranks that reduce together.
-
-    Attributes:
-        ranks: Global ranks, in the group's order.
-        rank: This one's.
-        process_group: What to reduce over; None where this rank is alone.
-        device: Where the payload travels; a function of the group alone, so that all ranks agree.
-            None where nothing travels.
-    """
-
-    ranks: tuple[int, ...]
-    rank: int
-    process_group: Any = None
-    device: torch.device | None = None
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.ranks)
-
-
 def resolve(group: Group) -> World:
     """Find the ranks and the device of a group.
 
@@ -61,7 +39,7 @@ def resolve(group: Group) -> World:
         return World((rank,), rank)
     if group is None:
         group = dist.group.WORLD
-    elif isinstance(group, dist.DeviceMesh):
+    elif isinstance(group, DeviceMesh):
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"group=: rank {rank} is not in it; only its members may call")

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .compat import to_device
+
 SAMPLE = 64  # values looked at per tensor
 SKETCH = 8  # lanes they are folded into; a tensor of up to 8 elements is compared as it is
 LANES = SKETCH + 2  # lanes of one slot: the sketch, its scale, the number of tensors in it
@@ -69,7 +71,7 @@ def signs(ordinals: tuple[int, ...]) -> Tensor:
     return 1.0 - 2.0 * (h >> 7 & 1).double()
 
 
-def _positions(tensor: Tensor) -> Tensor:
+def spread(tensor: Tensor) -> Tensor:
     """View up to SAMPLE values of a tensor, evenly spaced by an odd step: it meets all columns."""
     flat = tensor.reshape(-1)
     step = max(1, flat.numel() // SAMPLE - (flat.numel() // SAMPLE + 1) % 2)
@@ -77,36 +79,47 @@ def _positions(tensor: Tensor) -> Tensor:
     return picked.real + picked.imag if picked.is_complex() else picked
 
 
-def samples(tensors: Sequence[Tensor]) -> Tensor:
-    """Return ``(tensors, SAMPLE)`` float64 values on the first tensor's device, zero beyond a
-    short tensor's end; scaled so that a row's sum of squares estimates its tensor's.
-    """
-    home = tensors[0].device
-    picked = [_positions(t) for t in tensors]
-    lengths = torch.tensor([p.numel() for p in picked])
-    filled = torch.arange(SAMPLE) < lengths.unsqueeze(1)
-    out = torch.zeros(len(picked), SAMPLE, dtype=torch.float64, device=home)
-    out[filled.to(home)] = torch.cat([p.to(home, torch.float64) for p in picked])
-    whole = torch.tensor([max(1.0, t.numel() / SAMPLE) for t in tensors], dtype=torch.float64)
-    return out * whole.sqrt().to(home).unsqueeze(1)
+class Proof:
+    """What a set of copies needs in every step, worked out once and kept on their device."""
 
+    def __init__(self, copies: Sequence[Copy], sizes: Sequence[int], device: torch.device) -> None:
+        """Take the copies and their tensors' sizes, in one order."""
+        filled = [min(size, SAMPLE) for size in sizes]
+        whole = torch.tensor([max(1.0, size / SAMPLE) for size in sizes], dtype=torch.float64)
+        scaled = signs(tuple(copy.ordinal for copy in copies)) * whole.sqrt().unsqueeze(1)
+        places = [row * SAMPLE + i for row, n in enumerate(filled) for i in range(n)]
+        counts = torch.tensor([copy.count for copy in copies], dtype=torch.float64)
+        weights = torch.tensor([copy.weight for copy in copies], dtype=torch.float64)
+        factors = torch.stack([coefficients(copy.count)[copy.index] for copy in copies])
+        self.device = device
+        self._signs = to_device(scaled, device)
+        self._full = len(places) == len(copies) * SAMPLE
+        self._places = to_device(torch.tensor(places, dtype=torch.int64), device)
+        self._factors = to_device(factors, device)
+        self._shares = to_device(1 / counts, device)
+        self._weights = to_device(weights.unsqueeze(1), device)
+        self._slots = torch.tensor([copy.slot for copy in copies])
 
-def sketches(tensors: Sequence[Tensor], copies: Sequence[Copy]) -> Tensor:
-    """Fold each tensor's sample into ``(tensors, SKETCH)`` float64 values."""
-    picked = samples(tensors)
-    weights = signs(tuple(c.ordinal for c in copies)).to(picked.device)
-    return (picked * weights).view(len(copies), SAMPLE // SKETCH, SKETCH).sum(1)
+    def sketches(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Fold each tensor's sample into ``(tensors, SKETCH)`` float64 values.
 
+        Scaled so that the sum of squares estimates the whole tensor's.
+        """
+        values = torch.cat([spread(t).to(self.device, torch.float64) for t in tensors])
+        if not self._full:  # short tensors are followed by zeros
+            empty = torch.zeros(self._signs.numel(), dtype=torch.float64, device=self.device)
+            values = empty.index_copy_(0, self._places, values)
+        folded = values.view(-1, SAMPLE // SKETCH, SKETCH) * self._signs.view(
+            -1, SAMPLE // SKETCH, SKETCH
+        )
+        return folded.sum(1)
 
-def contribute(lanes: Tensor, sketch: Tensor, copies: Sequence[Copy]) -> None:
-    """Add this rank's copies to the slots' lanes, of shape ``(slots, LANES)``."""
-    c = torch.stack([coefficients(copy.count)[copy.index] for copy in copies]).to(sketch.device)
-    counts = torch.tensor([copy.count for copy in copies], dtype=torch.float64)
-    weights = torch.tensor([copy.weight for copy in copies], dtype=torch.float64)
-    scale = sketch.square().sum(1) / counts.to(sketch.device)
-    rows = torch.cat([sketch * c, scale.unsqueeze(1), weights.to(scale).unsqueeze(1)], dim=1)
-    slots = torch.tensor([copy.slot for copy in copies], device=lanes.device)
-    lanes.index_add_(0, slots, rows.to(lanes.device))
+    def contribute(self, lanes: Tensor, sketches: Tensor) -> None:
+        """Add this rank's copies to the slots' lanes, of shape ``(slots, LANES)``."""
+        scale = sketches.square().sum(1) * self._shares
+        rows = torch.cat([sketches * self._factors, scale.unsqueeze(1), self._weights], dim=1)
+        self._slots = to_device(self._slots, lanes.device)
+        lanes.index_add_(0, self._slots, rows.to(lanes.device, non_blocking=True))
 
 
 def disagreeing(lanes: Tensor, total: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ class ClipResult:
         measured: Measured,
         coefs: Tensor,
         *,
-        like: Tensor,
         keys: Sequence[str] = (),
         sums: Sequence[str] = (),
         skipped: bool | None = None,
@@ -40,12 +39,12 @@ class ClipResult:
         Args:
             measured: The measurement.
             coefs: float64 coefficients of the param groups, on the payload's device.
-            like: A tensor of the dtype and device that results take.
             keys: Names of the norms.
             sums: Names of the caller's numbers.
             skipped: Whether the step was skipped; None: not read yet, it was not.
             nonfinite: This rank's parameters that are not finite, where that is known already.
         """
+        like = measured.like()
         self.total_norm = measured.total_norm.to(like, copy=True)
         self.clip_coef = coefs.amin().to(like)
         self._measured = measured
@@ -106,7 +105,7 @@ class ClipResult:
         largest = max(scaled)
         if norm.is_maximum(p) or largest == 0:
             return largest
-        return largest * math.fsum((n / largest) ** p for n in scaled) ** (1 / p)
+        return float(largest * math.fsum((n / largest) ** p for n in scaled) ** (1 / p))
 
     @property
     def norms(self) -> dict[str, float]:
@@ -116,7 +115,9 @@ class ClipResult:
     @property
     def sums(self) -> dict[str, float]:
         """The caller's numbers, summed over all ranks."""
-        return dict(zip(self._sums, self._host[3][len(self._host[3]) - len(self._sums) :], strict=True))
+        return dict(
+            zip(self._sums, self._host[3][len(self._host[3]) - len(self._sums) :], strict=True)
+        )
 
     @property
     def nonfinite_parameters(self) -> tuple[str, ...]:

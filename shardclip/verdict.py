@@ -14,12 +14,12 @@ from . import kernels, reduce, replicas
 from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .measure import Measured
 from .norm import is_maximum
-from .reduce import World
+from .world import World
 
 _MEND = (
-    "Clipping would scale them differently on each rank. If they are shards, or belong to different "
-    "experts or pipeline stages, say so with layout=(mesh, placements). If they should be copies, "
-    "average them before clipping: torch.distributed.all_reduce(p.grad, "
+    "Clipping would scale them differently on each rank. If they are shards, or belong to "
+    "different experts or pipeline stages, say so with layout=(mesh, placements). If they should "
+    "be copies, average them before clipping: torch.distributed.all_reduce(p.grad, "
     "op=torch.distributed.ReduceOp.AVG); parameters that fully_shard was told to ignore, or that "
     "were added after it, are not averaged by FSDP2"
 )
@@ -130,8 +130,9 @@ def _differences(entries: list[_Held], size: float) -> list[str]:
     lines = []
     for held in tensors.values():
         rows = torch.zeros(1, replicas.LANES, dtype=torch.float64)
-        sketches = torch.stack([entry.sketch for entry in held])
-        replicas.contribute(rows, sketches, [replace(entry.copy, slot=0) for entry in held])
+        copies = [replace(entry.copy, slot=0) for entry in held]
+        again = replicas.Proof(copies, [0] * len(copies), rows.device)
+        again.contribute(rows, torch.stack([entry.sketch for entry in held]))
         if bool(replicas.disagreeing(rows, torch.tensor(size))):
             lines.append(_describe(held, rows[0]))
     return lines
@@ -149,7 +150,10 @@ def _describe(held: list[_Held], row: torch.Tensor) -> str:
     difference = float(row[: replicas.SKETCH].square().sum().sqrt())
     scale = float(row[replicas.SKETCH].sqrt())
     odd = sorted({rank for entry in held for rank in _odd_ones(entry, held)})
-    who = f"rank {_listed(odd)} differs from the others" if odd else f"ranks {_listed(ranks)} differ"
+    if odd:
+        who = f"rank {_listed(odd)} differs from the others"
+    else:
+        who = f"ranks {_listed(ranks)} differ"
     return f"{name}: {who} by {difference / scale:.2g} of its size"
 
 
@@ -201,17 +205,17 @@ class Deferred:
     """
 
     def __init__(self, measured: Measured) -> None:
-        self.measured = measured
         failed = measured.lane_tensor(measured.plan.lanes.errors) > 0
         if not is_maximum(measured.p):
             differ = replicas.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
         self.failed = failed
-        measured.wholes = []  # the gradients must not outlive their step
+        # The gradients must not outlive their step.
+        self.measured = replace(measured, local=[], wholes=[])
         self._host = failed.to("cpu", non_blocking=True)
-        self._event = None
-        if failed.device.type == "cuda":
-            self._event = torch.cuda.Event()
+        self._event: torch.Event | None = None
+        if failed.device.type != "cpu":
+            self._event = torch.Event(failed.device)
             self._event.record()
 
     def settle(self, world: World) -> None:

@@ -4,15 +4,36 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import compat
-from ..gradients import Layout, Source
-from ..ownership import Ownership, Place
-from . import dtensor
+from shardclip import compat
+from shardclip.gradients import Layout, Source, clean, unique
+from shardclip.ownership import Ownership, Place
+from shardclip.world import World
+
+from . import dtensor, fsdp1
 
 
-def check(tensor: Tensor) -> None:
+def _unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside DataParallel and DistributedDataParallel."""
+    while isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        module = module.module
+    return module
+
+
+def module_sources(module: nn.Module, world: World) -> list[Source]:
+    """List a module's parameters, FSDP1's flat ones by the parameters inside."""
+    module = _unwrap(module)
+    sources = fsdp1.sources(module, world)
+    taken = {id(source.parameter) for source in sources}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in taken:
+            full = clean(name)
+            sources.append(Source(full, parameter, owner=full.rpartition(".")[0]))
+    return unique(sources)
+
+
+def check(tensor: object) -> None:
     """Refuse a gradient that has no norm; looks at metadata alone.
 
     Raises:
@@ -32,7 +53,7 @@ def check(tensor: Tensor) -> None:
     if not (local.is_floating_point() or local.is_complex()):
         raise ValueError(f"it has dtype {local.dtype}, which has no norm; give floating point")
     if compat.is_dtensor(tensor):
-        dtensor.refuse_partial(tensor.device_mesh, tensor.placements)
+        dtensor.refuse_partial(*compat.mesh_and_placements(tensor))
 
 
 def place(source: Source, tensor: Tensor, layout: Layout, rank: int) -> tuple[Place | None, bool]:
@@ -46,9 +67,10 @@ def place(source: Source, tensor: Tensor, layout: Layout, rank: int) -> tuple[Pl
     """
     declared = _declared(source, tensor, layout)
     if declared is not None:
-        return dtensor.place(*declared, rank), True
+        mesh, placements = dtensor.check_layout(declared)
+        return dtensor.place(mesh, placements, rank), True
     if compat.is_dtensor(tensor):
-        return dtensor.place(tensor.device_mesh, tensor.placements, rank), False
+        return dtensor.place(*compat.mesh_and_placements(tensor), rank), False
     if compat.is_fsdp1_flattened(source.parameter):
         raise ValueError(
             "it belongs to an FSDP1 module, and its gradient alone does not tell which part of it "
@@ -61,12 +83,8 @@ def _declared(source: Source, tensor: Tensor, layout: Layout) -> Any:
     if layout is None:
         return None
     if callable(layout):
-        declared = layout(source.parameter)
-    else:
-        declared = None if compat.is_dtensor(tensor) else layout
-    if declared is not None:
-        return dtensor.check_layout(declared)
-    return None
+        return layout(source.parameter)
+    return None if compat.is_dtensor(tensor) else layout
 
 
 Read = Callable[[Tensor], Tensor | None]
@@ -93,4 +111,13 @@ def storage(local: Tensor) -> Tensor:
     return values(local)
 
 
-__all__ = ["Ownership", "check", "place", "read_grad", "storage", "values"]
+__all__ = [
+    "Ownership",
+    "Read",
+    "check",
+    "module_sources",
+    "place",
+    "read_grad",
+    "storage",
+    "values",
+]

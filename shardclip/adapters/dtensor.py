@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from torch.distributed.tensor import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from .. import compat, ownership
+from shardclip import compat, ownership
 
 
 def check_layout(declared: object) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -5,13 +5,15 @@ never counted.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from ..gradients import Source, clean
-from ..ownership import Ownership
+from shardclip.gradients import Source, clean
+from shardclip.ownership import Ownership
+from shardclip.world import World
 
 
 def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -23,21 +25,18 @@ def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, child
 
 
-def sources(module: nn.Module, group: Sequence[int], rank: int) -> list[Source]:
+def sources(module: nn.Module, world: World) -> list[Source]:
     """List the parameters that FSDP1 manages inside a module, one source each.
 
     Args:
         module: Any module, wrapped or with wrapped children.
-        group: The ranks that reduce together.
-        rank: This one.
+        world: The ranks that reduce together.
     """
     found = []
     for prefix, wrapped in _wrapped(module):
-        ownership = _ownership(wrapped, group, rank)
+        ownership = _ownership(wrapped, world)
         flat = wrapped._handle.flat_param
-        for index, (fqn, info) in enumerate(
-            zip(flat._fqns, flat._shard_param_infos, strict=True)
-        ):
+        for index, (fqn, info) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
             name = clean(f"{prefix}.{fqn}")
             owner = name.rpartition(".")[0]
             if flat._params is not None:  # use_orig_params: the gradient is this rank's part
@@ -49,15 +48,14 @@ def sources(module: nn.Module, group: Sequence[int], rank: int) -> list[Source]:
     return found
 
 
-def _ownership(wrapped: Any, group: Sequence[int], rank: int) -> Ownership:
-    import torch.distributed as dist
-
+def _ownership(wrapped: Any, world: World) -> Ownership:
+    group = set(world.ranks)
     shard_ranks = dist.get_process_group_ranks(wrapped.process_group)
     if not wrapped._handle.uses_sharded_strategy:
-        copies = tuple(sorted(set(shard_ranks) & set(group)))
+        copies = tuple(sorted(set(shard_ranks) & group))
         return Ownership(copies, copies)
     between_hosts = getattr(wrapped, "_inter_node_pg", None)
     if between_hosts is None:
-        return Ownership((rank,), tuple(sorted(shard_ranks)))
-    copies = tuple(sorted(set(dist.get_process_group_ranks(between_hosts)) & set(group)))
+        return Ownership((world.rank,), tuple(sorted(shard_ranks)))
+    copies = tuple(sorted(set(dist.get_process_group_ranks(between_hosts)) & group))
     return Ownership(copies, tuple(sorted(group)))

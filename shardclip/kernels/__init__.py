@@ -21,8 +21,9 @@ def power_sums(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, p:
         float64 of shape ``(count,)`` on the tensors' device, 0 for an empty bucket; NaN where the
         bucket holds one.
     """
-    kernel = blocked if all(t.device.type == "cpu" for t in tensors) else foreach
-    return kernel.power_sums(tensors, buckets, count, p)
+    on_cpu = all(t.device.type == "cpu" for t in tensors)
+    kernel = blocked.power_sums if on_cpu else foreach.power_sums
+    return kernel(tensors, buckets, count, p)
 
 
 def any_nonfinite(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..norm import is_maximum
+from shardclip.norm import is_maximum
+
 from . import foreach
 
 _ROW = 256  # elements summed in float32, in at least 16 partial sums
@@ -83,7 +84,7 @@ def _row_sums(flat: Tensor, p: float) -> float:
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=wide)
     parts = []
-    for block in flat.split(_BUFFER):
+    for block in torch.split(flat, _BUFFER):
         values = buffer[: block.numel()].copy_(block)
         if p == 2:
             parts.append(_sum_of_squares(values))
@@ -114,6 +115,6 @@ def _elementwise(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, 
         return foreach.power_sums(tensors, buckets, count, p)
     out = torch.zeros(count, dtype=torch.float64)
     for tensor, bucket in zip(tensors, buckets, strict=True):
-        for block in _flatten(tensor.detach(), p).split(_BUFFER):
+        for block in torch.split(_flatten(tensor.detach(), p), _BUFFER):
             out[bucket] += block.double().abs().pow_(p).sum()
     return out

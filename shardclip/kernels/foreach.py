@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..norm import is_maximum
+from shardclip.compat import to_device
+from shardclip.norm import is_maximum
 
 
 def power_sums(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, p: float) -> Tensor:
@@ -22,8 +23,8 @@ def power_sums(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, p:
     filled = [(t, b) for t, b in zip(tensors, buckets, strict=True) if t.numel()]
     for device in {t.device for t, _ in filled}:
         here = [(t, b) for t, b in filled if t.device == device]
-        sums = torch.stack(_sums([t for t, _ in here], p)).to(home)
-        index = torch.tensor([b for _, b in here]).to(home, non_blocking=True)
+        sums = torch.stack(_sums([t for t, _ in here], p)).to(home, non_blocking=True)
+        index = to_device(torch.tensor([b for _, b in here]), home)
         if is_maximum(p):
             out.scatter_reduce_(0, index, sums, "amax")  # keeps NaN
         else:

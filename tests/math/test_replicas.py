@@ -9,14 +9,18 @@ from shardclip.replicas import Copy
 TOTAL = torch.tensor(100.0, dtype=torch.float64)
 
 
+def contribute(lanes, tensors, copies):
+    made = replicas.Proof(copies, [t.numel() for t in tensors], torch.device("cpu"))
+    made.contribute(lanes, made.sketches(tensors))
+
+
 def proof(copies: list[torch.Tensor | None], total=TOTAL, ordinal=0) -> bool:
     """Whether the lanes say that the copies, one a rank, disagree."""
     lanes = torch.zeros(1, replicas.LANES, dtype=torch.float64)
     holders = tuple(range(len(copies)))
     for rank, tensor in enumerate(copies):
         if tensor is not None:
-            copy = Copy(0, ordinal, holders, rank, 1 / len(copies))
-            replicas.contribute(lanes, replicas.sketches([tensor], [copy]), [copy])
+            contribute(lanes, [tensor], [Copy(0, ordinal, holders, rank, 1 / len(copies))])
     return bool(replicas.disagreeing(lanes, total)[0])
 
 
@@ -75,7 +79,7 @@ def test_swapped_tensors_are_found_even_in_one_slot():
     lanes = torch.zeros(1, replicas.LANES, dtype=torch.float64)
     for rank, pair in enumerate([(first, second), (second, first)]):
         copies = [Copy(0, ordinal, (0, 1), rank, 0.5) for ordinal in (0, 512)]
-        replicas.contribute(lanes, replicas.sketches(pair, copies), copies)
+        contribute(lanes, pair, copies)
     assert replicas.disagreeing(lanes, TOTAL)[0]
 
 
@@ -90,14 +94,14 @@ def test_a_shared_slot_is_suspected_where_a_large_tensor_hides_a_small_one():
     lanes = torch.zeros(1, replicas.LANES, dtype=torch.float64)
     for rank, factor in enumerate((1.0, 2.0)):
         copies = [Copy(0, ordinal, (0, 1), rank, 0.5) for ordinal in (0, 512)]
-        replicas.contribute(lanes, replicas.sketches([large, small * factor], copies), copies)
+        contribute(lanes, [large, small * factor], copies)
     assert not replicas.disagreeing(lanes, TOTAL)[0]
     assert replicas.suspicious(lanes, TOTAL)[0]
 
 
 def test_the_sample_meets_every_column_of_a_matrix():
     columns = torch.arange(1024.0).expand(1024, 1024)
-    assert len(set(replicas.samples([columns.contiguous()])[0].tolist())) == replicas.SAMPLE
+    assert len(set(replicas.spread(columns.contiguous()).tolist())) == replicas.SAMPLE
 
 
 def test_complex_and_half_tensors():

@@ -1,0 +1,29 @@
+"""The ranks that reduce together, as data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that reduce together.
+
+    Attributes:
+        ranks: Global ranks, in the group's order.
+        rank: This one's.
+        process_group: What to reduce over; None where this rank is alone.
+        device: Where the payload travels; a function of the group alone, so that all ranks agree.
+            None where nothing travels.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: Any = None
+    device: torch.device | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
