@@ -67,8 +67,10 @@ def clip_grad_norm_(
         Whatever is raised, no gradient was touched.
 
     Communication:
-        One all-reduce of 5125 float64 numbers. Host syncs on CUDA: none, or one where copies are
-        to be proved that no ``layout`` vouches for, or with ``error_if_nonfinite``.
+        One all-reduce of 5126 float64 numbers. Host syncs on CUDA: none, or one where copies are
+        to be proved that no ``layout`` vouches for, or with ``error_if_nonfinite``. Where some
+        rank does not read the result in the same call, what is wrong leaves the gradients as they
+        are, makes the norm NaN, and is raised by all ranks in the next call.
 
     References:
         ``torch.nn.utils.clip_grad_norm_``.
@@ -273,21 +275,19 @@ def _measured(
     planner = plan.Planner(world, layout)
     pairs = list(zip(sources, grads, strict=True))
     made = plan.make(planner, pairs, lanes, maximum=norm.is_maximum(p))
-    measured = measure(made, grads, p, world, strict=strict)
-    free = verdict.host_reads_are_free(measured)
-    if free or strict or made.problems or made.proves:
-        verdict.judge(measured, world)
-    elif world.size > 1:
-        _pending[world.ranks] = deferred = verdict.Deferred(measured)
+    # Copies that no layout vouches for are worth a host sync; so is what is wrong here.
+    reads = strict or made.proves or bool(made.problems)
+    measured = measure(made, grads, p, world, strict=strict, reads=reads)
+    deferred = verdict.pass_verdict(measured, world)
+    if deferred is not None:
+        _pending[world.ranks] = deferred
         measured.total_norm = torch.where(deferred.failed, torch.nan, measured.total_norm)
     if max_norm is None:
         return measured, 1.0
     coef = norm.clip_coef(measured.total_norm, max_norm)
-    if free:
-        return measured, float(coef)
-    if world.ranks in _pending:
-        coef = torch.where(_pending[world.ranks].failed, 1.0, coef)
-    return measured, coef
+    if deferred is not None:
+        return measured, torch.where(deferred.failed, 1.0, coef)
+    return measured, float(coef) if measured.read else coef
 
 
 def _sources(parameters: Parameters, world: World) -> list[Source]:

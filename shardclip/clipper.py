@@ -129,7 +129,7 @@ class GradClipper:
             Whatever is raised, no gradient was touched.
 
         Communication:
-            One all-reduce of float64 numbers: 5, more for groups, norms and ``also``, and 10 for
+            One all-reduce of float64 numbers: 6, more for groups, norms and ``also``, and 10 for
             each tensor that has copies (at most 10,240). Host syncs on CUDA: one on the first step
             after the set of gradients changes, else none with "propagate".
         """
@@ -140,15 +140,26 @@ class GradClipper:
             settled.settle(self._world)
         grads = [gradients.gradient(source, self._read) for source in self._sources]
         made, fresh = self._planned(grads)
+        strict = self.nonfinite == "raise"
         measured = measure(
-            made, grads, self.norm_type, self._world, strict=self.nonfinite == "raise", added=added
+            made,
+            grads,
+            self.norm_type,
+            self._world,
+            strict=strict,
+            reads=strict or fresh,
+            added=added,
         )
-        host = verdict.host_reads_are_free(measured)
-        self._judge(measured, now=host or fresh or self.nonfinite == "raise")
+        self._deferred = verdict.pass_verdict(measured, self._world)
+        if self._deferred is not None:
+            failed = self._deferred.failed
+            measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
+        elif measured.lane(self._lanes.present) == 0:
+            warn_once(self, NO_GRADIENTS)
         coefs = self._coefs(measured, limits)
-        skipped, names = self._nonfinite(measured, host)
+        skipped, names = self._nonfinite(measured)
         if not skipped:
-            self._scale(measured, coefs, host)
+            self._scale(measured, coefs)
         self.steps += 1
         self.skipped += skipped
         return ClipResult(
@@ -221,17 +232,6 @@ class GradClipper:
         self._signature = signature
         return made, True
 
-    def _judge(self, measured: Measured, now: bool) -> None:
-        """Raise now what is wrong, or pass the verdict on the device and raise in the next call."""
-        if now:
-            verdict.judge(measured, self._world)
-            if measured.lane(measured.plan.lanes.present) == 0:
-                warn_once(self, NO_GRADIENTS)
-        elif self._world.size > 1:
-            self._deferred = verdict.Deferred(measured)
-            failed = self._deferred.failed
-            measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
-
     def _coefs(self, measured: Measured, limits: Sequence[float | None]) -> Tensor:
         norms = measured.group_norms
         limits = [*limits, *[None] * (norms.numel() - len(limits))]
@@ -244,16 +244,16 @@ class GradClipper:
             stacked = torch.where(self._deferred.failed, 1.0, stacked)
         return stacked
 
-    def _nonfinite(self, measured: Measured, host: bool) -> tuple[bool, list[str] | None]:
+    def _nonfinite(self, measured: Measured) -> tuple[bool, list[str] | None]:
         """Decide whether the step is skipped; find names while the gradients still have them."""
-        if self.nonfinite != "skip" and not host:
+        if self.nonfinite != "skip" and not measured.read:
             return False, None
         if math.isfinite(float(measured.total_norm)):
             return False, None
         return self.nonfinite == "skip", verdict.nonfinite_names(measured)
 
-    def _scale(self, measured: Measured, coefs: Tensor, host: bool) -> None:
-        for group, factor in enumerate(coefs.tolist() if host else coefs):
+    def _scale(self, measured: Measured, coefs: Tensor) -> None:
+        for group, factor in enumerate(coefs.tolist() if measured.read else coefs):
             scale_(measured.targets(group), factor)
 
 

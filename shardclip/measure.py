@@ -1,7 +1,7 @@
 """One step's measurement: local sums, one all-reduce, and what every rank may conclude from it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Measured:
         local: This rank's local gradients, seat by seat, as they are stored.
         wholes: Their values: of a sparse gradient, duplicates added up.
         sketches: Of those with copies elsewhere, in the seats' order.
+        read: Whether this rank reads the lanes in this step.
     """
 
     payload: Tensor
@@ -36,6 +37,7 @@ class Measured:
     local: list[Tensor]
     wholes: list[Tensor]
     sketches: Tensor | None
+    read: bool = True
 
     def targets(self, group: int) -> list[Tensor]:
         """List what is scaled in place for a param group."""
@@ -78,6 +80,7 @@ def measure(
     world: World,
     *,
     strict: bool = False,
+    reads: bool = False,
     added: Sequence[float | Tensor] = (),
 ) -> Measured:
     """Sum what this rank owns and combine it with the other ranks': one all-reduce.
@@ -88,6 +91,7 @@ def measure(
         p: The norm type.
         world: Who takes part.
         strict: Ask for an error where the norm is not finite.
+        reads: This rank will read the lanes in this step, even if that costs a host sync.
         added: Numbers to be summed over the ranks.
     """
     local = locals_of(plan, grads)
@@ -95,11 +99,18 @@ def measure(
     device = world.device or (parts[0].device if parts else torch.device("cpu"))
     sketches = sketch(plan, wholes, device)
     payload = fill(plan, parts, wholes, sketches, p, device)
+    reads = reads or reads_are_free(device)
     payload[plan.lanes.strict] = float(strict)
+    payload[plan.lanes.unread] = float(not reads)
     for index, value in enumerate(added):
         payload[plan.lanes.added.start + index] = value
     reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
-    return conclude(plan, payload, p, local, wholes, sketches)
+    return replace(conclude(plan, payload, p, local, wholes, sketches), read=reads)
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether reading a payload on this device costs no host sync."""
+    return device.type == "cpu"
 
 
 def sketch(plan: Plan, wholes: Sequence[Tensor], device: torch.device) -> Tensor | None:

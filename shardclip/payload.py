@@ -54,19 +54,24 @@ class Lanes:
         return self.errors + 2
 
     @property
+    def unread(self) -> int:
+        """How many ranks do not read the lanes in this step: then none may raise in it."""
+        return self.errors + 3
+
+    @property
     def added(self) -> slice:
         """The caller's numbers."""
-        return slice(self.errors + 3, self.errors + 3 + self.sums)
+        return slice(self.errors + 4, self.errors + 4 + self.sums)
 
     @property
     def copies(self) -> slice:
         """The proof of copies, ``slots`` times ``replicas.LANES``."""
-        return slice(self.errors + 3 + self.sums, self.size)
+        return slice(self.errors + 4 + self.sums, self.size)
 
     @property
     def size(self) -> int:
         """How many lanes there are."""
-        return self.errors + 3 + self.sums + self.slots * replicas.LANES
+        return self.errors + 4 + self.sums + self.slots * replicas.LANES
 
     def empty(self, device: torch.device | None) -> Tensor:
         """Return a payload of a rank that has nothing to give."""

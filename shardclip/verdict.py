@@ -4,6 +4,8 @@ Everything here that communicates does so only when the reduced lanes have told 
 something is wrong.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -33,11 +35,6 @@ class _Held:
     name: str
     copy: replicas.Copy
     sketch: torch.Tensor
-
-
-def host_reads_are_free(measured: Measured) -> bool:
-    """Whether reading the payload costs no host sync."""
-    return measured.payload.device.type == "cpu"
 
 
 def raise_problems(measured: Measured, world: World) -> None:
@@ -181,15 +178,24 @@ def _few(lines: list[str]) -> str:
     return "; ".join(lines[:8]) + more
 
 
-def judge(measured: Measured, world: World) -> None:
-    """Raise on every rank what the reduced lanes say is wrong; reads them.
+def pass_verdict(measured: Measured, world: World) -> Deferred | None:
+    """Raise what is wrong on every rank, or leave it to the next call, likewise on every rank.
 
-    Order: wrong tensors, then a norm that is not finite (if any rank asked), then copies that are
-    none.
+    Returns:
+        What the next call has to settle: some rank does not read its lanes in this step. None if
+        all is well and every rank knows it.
 
     Raises:
         ValueError, TypeError, NonFiniteGradientError, ReplicaMismatchError: On all ranks or none.
     """
+    if not measured.read or measured.lane(measured.plan.lanes.unread) > 0:
+        return Deferred(measured)
+    _judge(measured, world)
+    return None
+
+
+def _judge(measured: Measured, world: World) -> None:
+    """Look for wrong tensors first, then for a norm that is not finite, then at copies."""
     raise_problems(measured, world)
     if not bool(torch.isfinite(measured.total_norm)):
         if measured.lane(measured.plan.lanes.strict) > 0:
