@@ -3,8 +3,8 @@
 import hashlib
 import pickle
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from . import reduce, verdict
 from .gradients import Source
 from .notices import warn_once
 from .ownership import Tile
-from .plan import Planner, Settled
+from .plan import Planner
 from .world import World
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots
@@ -81,10 +81,18 @@ def settle(sources: Sequence[Source], planner: Planner) -> None:
 
 @dataclass(frozen=True)
 class _Identity:
-    """One parameter of the whole job, as each rank that holds any of it describes it alike."""
+    """What makes a parameter the same one on all ranks that hold any of it.
 
-    name: str
-    owner: str
+    Attributes:
+        label: Its name; without one, its number among those that the same ranks hold.
+        lowest: The lowest of the ranks that hold it.
+        ranks: How many there are.
+        digest: Of which.
+        stage: Its pipeline stage, where it lies on one alone.
+        shape: Of the whole tensor, where its stage counts.
+    """
+
+    label: str
     lowest: int
     ranks: int
     digest: int
@@ -92,27 +100,39 @@ class _Identity:
     shape: tuple[int, ...]
 
 
-def _identity(source: Source, settled: Settled) -> tuple[_Identity, bool]:
-    owned = settled.owned
-    name, shape, _ = _entry(source)
-    owner = source.name if source.owner is None else source.owner
-    if owned is None:
-        return _Identity(name, owner, -1, 0, 0, None, shape), False
-    digest = zlib.crc32(repr(owned.domain).encode())
-    if source.ownership is not None or owned.stage is None:
-        shape = ()  # local shapes differ between the ranks that share a plain tensor
-    known = _Identity(name, owner, owned.domain[0], len(owned.domain), digest, owned.stage, shape)
-    return known, len(owned.holders) > 1
+@dataclass(frozen=True)
+class _Described:
+    """One rank's account of one of its sources."""
+
+    identity: _Identity
+    name: str
+    owner: str | None
+    copied: bool
 
 
-def _describe(source: Source, planner: Planner) -> tuple[Any, Any]:
-    """Return a source's identity and whether it has copies, or an error's type and text."""
+def _describe(
+    source: Source, planner: Planner, unnamed: Counter[object]
+) -> _Described | tuple[str, str]:
+    """Describe a source, or return an error's type and text."""
     try:
         if not isinstance(source.parameter, Tensor):
             raise TypeError("is no tensor; give tensors or (name, tensor) pairs")
-        return _identity(source, planner.settle_one(source, source.parameter))
+        owned = planner.settle_one(source, source.parameter).owned
     except Exception as error:  # a user's layout may raise anything, on one rank alone
         return type(error).__name__, f"{source.name}: {error}"
+    domain = owned.domain if owned is not None else ()
+    label = source.name
+    shape: tuple[int, ...] = ()
+    if source.owner is None:
+        label = f"[{source.group}.{unnamed[domain]}]"
+        unnamed[domain] += 1
+    elif owned is not None and owned.stage is not None:
+        shape = tuple(source.parameter.shape)
+    digest = zlib.crc32(repr(domain).encode())
+    stage = None if owned is None else owned.stage
+    identity = _Identity(label, min(domain, default=-1), len(domain), digest, stage, shape)
+    copied = owned is not None and len(owned.holders) > 1
+    return _Described(identity, source.name, source.owner, copied)
 
 
 def conclude(
@@ -123,51 +143,61 @@ def conclude(
     Raises:
         ValueError, TypeError: On every rank alike, if any rank's layout is wrong.
     """
-    described = [_describe(source, planner) for source in sources]
-    mine = [entry for entry in described if isinstance(entry[0], _Identity)]
-    problems = [entry for entry in described if not isinstance(entry[0], _Identity)]
+    unnamed: Counter[object] = Counter()
+    described = [_describe(source, planner, unnamed) for source in sources]
+    mine = [entry for entry in described if isinstance(entry, _Described)]
+    problems = [entry for entry in described if not isinstance(entry, _Described)]
     told = agree((mine, problems, groups), planner.world)
     verdict.raise_told(
         [(rank, wrong) for rank, (_, wrong, _) in zip(planner.world.ranks, told, strict=True)]
     )
-    everything = list(dict.fromkeys(identity for entries, _, _ in told for identity, _ in entries))
-    _warn_if_tied(everything, planner)
-    copied = dict.fromkeys(i for entries, _, _ in told for i, has_copies in entries if has_copies)
+    everything = [entry for entries, _, _ in told for entry in entries]
+    first = {entry.identity: entry for entry in reversed(everything)}
+    known = {entry.identity: first[entry.identity] for entry in everything}
+    _warn_if_tied(known.values(), planner)
+    copied = dict.fromkeys(entry.identity for entry in everything if entry.copied)
     number = {identity: index for index, identity in enumerate(copied)}
-    names = _names(everything, norms)
+    names = _names(known.values(), norms)
     keys = tuple(dict.fromkeys(names.values()))
     index = {key: position for position, key in enumerate(keys)}
     return Agreement(
         max(count for _, _, count in told),
         max(1, min(len(number), _MOST_SLOTS)),
         keys if norms is not None else (),
-        [number.get(identity, 0) for identity, _ in mine],
-        [index[names[identity]] for identity, _ in mine],
+        [number.get(entry.identity, 0) for entry in mine],
+        [index[names[entry.identity]] for entry in mine],
     )
 
 
-def _names(identities: Sequence[_Identity], norms: str | None) -> dict[_Identity, str]:
+def _names(entries: Iterable[_Described], norms: str | None) -> dict[_Identity, str]:
     """Name every parameter of the job; others of the same name elsewhere get a suffix."""
-    by_name: dict[str, list[_Identity]] = defaultdict(list)
-    for identity in identities:
-        by_name[identity.name].append(identity)
+    by_name: dict[str, list[_Described]] = defaultdict(list)
+    for entry in entries:
+        by_name[entry.name].append(entry)
     names = {}
-    for name, same in by_name.items():
-        same.sort(key=lambda i: (-1 if i.stage is None else i.stage, i.lowest))
-        for index, identity in enumerate(same):
-            number = index if identity.stage is None else identity.stage
-            suffix = f"@pp{number}" if index else ""
-            base = identity.owner if norms == "module" else name
-            names[identity] = base + suffix
+    for same in by_name.values():
+        same.sort(
+            key=lambda e: (-1 if e.identity.stage is None else e.identity.stage, e.identity.lowest)
+        )
+        for index, entry in enumerate(same):
+            stage = entry.identity.stage
+            suffix = f"@pp{index if stage is None else stage}" if index else ""
+            owner = entry.name if entry.owner is None else entry.owner
+            names[entry.identity] = (owner if norms == "module" else entry.name) + suffix
     return names
 
 
-def _warn_if_tied(identities: Sequence[_Identity], about: object) -> None:
+def _by_stage(entry: _Described) -> tuple[int, int]:
+    stage = entry.identity.stage
+    return -1 if stage is None else stage, entry.identity.lowest
+
+
+def _warn_if_tied(entries: Iterable[_Described], about: object) -> None:
     """Warn of same-named parameters of one shape on several pipeline stages."""
     seen: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
-    for identity in identities:
-        if identity.stage is not None:
-            seen[identity.name, identity.shape].add(identity.stage)
+    for entry in entries:
+        if entry.identity.stage is not None and entry.owner is not None:
+            seen[entry.name, entry.identity.shape].add(entry.identity.stage)
     shared = [name for (name, _), stages in seen.items() if len(stages) > 1]
     if shared:
         more = f" and {len(shared) - 4} more" if len(shared) > 4 else ""

@@ -83,7 +83,8 @@ def clip_grad_norm_(
     measured, coef = _measured(sources, grads, p, world, layout, error_if_nonfinite, max_norm)
     if isinstance(coef, float) and measured.lane(measured.plan.lanes.present) == 0:
         warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
-    scale_(measured.targets(0), coef)
+    if not (isinstance(coef, float) and coef == 1):
+        scale_(measured.targets(0), coef)
     return _returned(measured)
 
 

@@ -254,6 +254,8 @@ class GradClipper:
 
     def _scale(self, measured: Measured, coefs: Tensor) -> None:
         for group, factor in enumerate(coefs.tolist() if measured.read else coefs):
+            if measured.read and factor == 1:
+                continue  # nothing is touched, nor even collected
             scale_(measured.targets(group), factor)
 
 

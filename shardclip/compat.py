@@ -7,16 +7,26 @@ import torch
 from torch import Tensor
 
 # What counts as a tensor without hidden structure; subclasses beyond these are refused by name.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+_classes: dict[str, type] = {}
 
 
 def _loaded(module: str, name: str) -> type | None:
     """Return a class without importing its module: no instance exists before that anyway."""
-    return getattr(sys.modules.get(module), name, None)
+    found = _classes.get(name)
+    if found is None:
+        found = getattr(sys.modules.get(module), name, None)
+        if found is not None:
+            _classes[name] = found
+    return found
 
 
 def is_dtensor(tensor: object) -> bool:
     """Whether this is a DTensor."""
+    if type(tensor) in _PLAIN:
+        return False
     cls = _loaded("torch.distributed.tensor", "DTensor")
     return cls is not None and isinstance(tensor, cls)
 
@@ -34,9 +44,11 @@ def is_plain(tensor: Tensor) -> bool:
 
 def local_tensor(tensor: Any) -> Tensor:
     """Return this rank's own tensor: a DTensor's local part, an asynchronous result waited for."""
+    if type(tensor) in _PLAIN:
+        return cast("Tensor", tensor)
     local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
     pending = _loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    if pending is not None and isinstance(local, pending):
+    if pending is not None and type(local) not in _PLAIN and isinstance(local, pending):
         wait = "trigger_wait" if hasattr(local, "trigger_wait") else "wait"
         local = getattr(local, wait)()
     return cast("Tensor", local)

@@ -38,9 +38,9 @@ class Source:
     owner: str | None = None
 
     @property
-    def identity(self) -> tuple[int, tuple[int, int] | None]:
+    def identity(self) -> tuple[int, str]:
         """What makes it the same source when it is listed twice."""
-        return id(self.parameter), self.span
+        return id(self.parameter), "" if self.span is None else self.name
 
 
 def clean(name: str) -> str:

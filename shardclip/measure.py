@@ -171,4 +171,9 @@ def conclude(
         total = powers[: lanes.groups].sum()
     group_norms = norm.finish(powers[: lanes.groups], p)
     total_norm = norm.finish(total, p)
+    if not norm.is_maximum(p) and p != 0:
+        # Copies are read in parts; one whose part was fine may not be finite elsewhere.
+        seen = torch.isfinite(lanes.proof(payload)[:, : replicas.SKETCH].sum())
+        group_norms = torch.where(seen | ~torch.isfinite(group_norms), group_norms, torch.nan)
+        total_norm = torch.where(seen | ~torch.isfinite(total_norm), total_norm, torch.nan)
     return Measured(payload, powers, group_norms, total_norm, plan, p, local, wholes, sketches)

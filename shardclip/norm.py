@@ -63,8 +63,7 @@ def clip_coef(total_norm: Tensor, max_norm: float) -> Tensor:
 def tf_clip_coef(total_norm: Tensor, clip_norm: float) -> Tensor:
     """``clip_norm / max(total_norm, clip_norm)``, NaN where the norm is not finite.
 
-    The formula of ``tf.clip_by_global_norm``, with 1 in place of 0/0.
+    The formula of ``tf.clip_by_global_norm``, with 1 in place of 0/0 and of inf/inf.
     """
-    largest = total_norm.clamp(min=clip_norm)
-    coef = torch.where(largest > 0, clip_norm / largest, torch.ones_like(largest))
+    coef = torch.where(total_norm > clip_norm, clip_norm / total_norm, 1.0)
     return torch.where(torch.isfinite(total_norm), coef, torch.nan)

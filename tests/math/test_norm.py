@@ -32,7 +32,7 @@ def test_coefficient_is_torchs():
 
 @pytest.mark.parametrize(
     ("total", "clip", "expected"),
-    [(4.0, 2.0, 0.5), (1.0, 2.0, 1.0), (0.0, 0.0, 1.0), (3.0, 0.0, 0.0)],
+    [(4.0, 2.0, 0.5), (1.0, 2.0, 1.0), (0.0, 0.0, 1.0), (3.0, 0.0, 0.0), (3.0, math.inf, 1.0)],
 )
 def test_tensorflows_coefficient_has_no_epsilon(total, clip, expected):
     assert norm.tf_clip_coef(torch.tensor(total, dtype=torch.float64), clip) == expected

@@ -1,0 +1,117 @@
+"""What each README snippet finds around it: a small model of its kind, on real ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import shardclip
+
+
+class Block(nn.Module):
+    """A norm and two linear layers, steep enough for gradients above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return 100 * (model(batch) - 1).square().mean()
+
+
+def _common(model: nn.Module) -> dict:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return {
+        "shardclip": shardclip,
+        "GradClipper": shardclip.GradClipper,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+        "loss_of": loss_of,
+        "batches": [torch.randn(4, 8) for _ in range(3)],
+    }
+
+
+def _seeded(make) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def fsdp2() -> dict:
+    model = _seeded(lambda: nn.Sequential(Block(), Block()))
+    for block in model:
+        fully_shard(block)
+    return _common(fully_shard(model))
+
+
+def fsdp1() -> dict:
+    model = _seeded(Block)
+    return _common(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
+
+
+def ddp() -> dict:
+    return _common(nn.parallel.DistributedDataParallel(_seeded(Block)))
+
+
+def tensor_parallel() -> dict:
+    found = _common(_seeded(Block))
+    torch.manual_seed(dist.get_rank() // 2)  # tensor-parallel ranks see the same data
+    return found | {
+        "batches": [torch.randn(4, 8) for _ in range(3)],
+        "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        "fully_shard": fully_shard,
+        "parallelize_module": parallelize_module,
+        "ColwiseParallel": ColwiseParallel,
+        "RowwiseParallel": RowwiseParallel,
+    }
+
+
+def pipeline() -> dict:
+    whole = _seeded(lambda: nn.ModuleDict({"0": Block(), "1": Block()}))
+    rank = dist.get_rank()
+    model = nn.ModuleDict({str(rank): whole[str(rank)]})
+    stage = PipelineStage(whole[str(rank)], rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: 100 * (out - target).abs().sum())
+    inputs = () if rank else (torch.ones(4, 8) * torch.arange(8),)
+    return _common(model) | {
+        "stage": model,
+        "schedule": schedule,
+        "inputs": inputs,
+        "target": torch.zeros(4, 8) if rank else None,
+    }
+
+
+def experts() -> dict:
+    model = nn.ModuleDict({"router": _seeded(lambda: nn.Linear(8, 2)), "expert": nn.Linear(8, 8)})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+
+    def backward_and_average(model: nn.Module) -> None:
+        for parameter in model["router"].parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+        for parameter in model["expert"].parameters():  # another expert on each ep rank
+            parameter.grad = torch.full_like(parameter, 3.0 + dist.get_rank() % 2)
+
+    return _common(model) | {
+        "mesh": mesh,
+        "Replicate": Replicate,
+        "Shard": Shard,
+        "expert_parameters": set(model["expert"].parameters()),
+        "backward_and_average": backward_and_average,
+    }
+
+
+def alone() -> dict:
+    return {}
