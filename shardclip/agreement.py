@@ -176,9 +176,7 @@ def _names(entries: Iterable[_Described], norms: str | None) -> dict[_Identity, 
         by_name[entry.name].append(entry)
     names = {}
     for same in by_name.values():
-        same.sort(
-            key=lambda e: (-1 if e.identity.stage is None else e.identity.stage, e.identity.lowest)
-        )
+        same.sort(key=_by_stage)
         for index, entry in enumerate(same):
             stage = entry.identity.stage
             suffix = f"@pp{index if stage is None else stage}" if index else ""
