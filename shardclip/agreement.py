@@ -162,7 +162,7 @@ def conclude(
     index = {key: position for position, key in enumerate(keys)}
     return Agreement(
         max(count for _, _, count in told),
-        max(1, min(len(number), _MOST_SLOTS)),
+        min(len(number), _MOST_SLOTS),
         keys if norms is not None else (),
         [number.get(entry.identity, 0) for entry in mine],
         [index[names[entry.identity]] for entry in mine],

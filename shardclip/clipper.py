@@ -94,6 +94,9 @@ class GradClipper:
         self._world = reduce.resolve(group)
         self._read = adapters.read_grad if grad is None else grad
         self.param_groups, self._sources = _grouped(parameters, self._world)
+        # Where gradients are found without a question, no function is called for each.
+        direct = grad is None and all(source.span is None for source in self._sources)
+        self._bare = [source.parameter for source in self._sources] if direct else []
         self._limits()  # raises for a wrong max_norm
         self._planner = plan.Planner(self._world, layout)
         agreement.settle(self._sources, self._planner)
@@ -138,7 +141,7 @@ class GradClipper:
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
             settled.settle(self._world)
-        grads = [gradients.gradient(source, self._read) for source in self._sources]
+        grads = self._gradients()
         made, fresh = self._planned(grads)
         strict = self.nonfinite == "raise"
         measured = measure(
@@ -194,6 +197,11 @@ class GradClipper:
             optimizer.step()
         return result
 
+    def _gradients(self) -> list[Tensor | None]:
+        if self._bare:
+            return [parameter.grad for parameter in self._bare]
+        return [gradients.gradient(source, self._read) for source in self._sources]
+
     def _limits(self) -> list[float | None]:
         """Return each group's threshold as it is now."""
         own = [group.get("max_norm", self.max_norm) for group in self.param_groups]
@@ -217,7 +225,7 @@ class GradClipper:
 
     def _planned(self, grads: Sequence[Tensor | None]) -> tuple[Plan, bool]:
         """Return the plan for these gradients, made anew only if their set has changed."""
-        signature = [compat.signature(grad) for grad in grads]
+        signature = compat.signatures(grads)
         if self._plan is not None and signature == self._signature:
             return self._plan, False
         made = plan.make(

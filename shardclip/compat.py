@@ -1,6 +1,7 @@
 """Everything of torch that is private, or new in a version, behind one guarded place."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,11 @@ def is_dtensor(tensor: object) -> bool:
     return cls is not None and isinstance(tensor, cls)
 
 
+def is_strided(tensor: object) -> bool:
+    """Whether a tensor is dense rather than sparse."""
+    return getattr(tensor, "layout", torch.strided) == torch.strided
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is a tensor whose elements are just its own: no subclass with hidden meaning."""
     if type(tensor) in _PLAIN:
@@ -52,6 +58,16 @@ def local_tensor(tensor: Any) -> Tensor:
         wait = "trigger_wait" if hasattr(local, "trigger_wait") else "wait"
         local = getattr(local, wait)()
     return cast("Tensor", local)
+
+
+def local_tensors(tensors: Sequence[Any]) -> list[Tensor]:
+    """Do the same for many, quickly: this runs for every gradient in every step."""
+    dtensor: Any = _loaded("torch.distributed.tensor", "DTensor")
+    found = []
+    for tensor in tensors:
+        local = tensor._local_tensor if type(tensor) is dtensor else tensor
+        found.append(local if type(local) in _PLAIN else local_tensor(local))
+    return found
 
 
 def mesh_and_placements(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -78,7 +94,13 @@ def signature(tensor: Any) -> object:
         return tensor
     if tensor.layout != torch.strided:
         return object()  # how many values a sparse gradient has changes from step to step
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def signatures(tensors: Sequence[Any]) -> list[object]:
+    """Do the same for many, quickly."""
+    dtensor: Any = _loaded("torch.distributed.tensor", "DTensor")
+    return [t._spec if type(t) is dtensor else signature(t) for t in tensors]
 
 
 def from_local(local: Tensor, like: Any) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import adapters, kernels, norm, reduce, replicas
+from . import adapters, norm, reduce, replicas
 from .plan import Plan, locals_of, readings
 from .world import World
 
@@ -97,7 +97,7 @@ def measure(
     local = locals_of(plan, grads)
     parts, wholes = readings(plan, local)
     device = world.device or (parts[0].device if parts else torch.device("cpu"))
-    sketches = sketch(plan, wholes, device)
+    sketches = sketch(plan, parts, wholes, device)
     payload = fill(plan, parts, wholes, sketches, p, device)
     reads = reads or reads_are_free(device)
     payload[plan.lanes.strict] = float(strict)
@@ -113,11 +113,13 @@ def reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def sketch(plan: Plan, wholes: Sequence[Tensor], device: torch.device) -> Tensor | None:
+def sketch(
+    plan: Plan, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
+) -> Tensor | None:
     """Take the fingerprints of what other ranks hold copies of."""
     if plan.problems or not plan.seats:
         return None
-    proof = plan.tables(wholes, device).proof
+    proof = plan.tables(parts, wholes, device).proof
     held = [w for w, seat in zip(wholes, plan.seats, strict=True) if seat.copy is not None]
     return None if proof is None else proof.sketches(held)
 
@@ -137,10 +139,8 @@ def fill(
     payload[lanes.present] = float(len(plan.seats))
     if plan.problems or not plan.seats:
         return payload
-    buckets = [seat.bucket for seat in plan.seats]
-    sums = kernels.power_sums(parts, buckets, len(plan.buckets), p)
-    sums = sums.to(device, non_blocking=device.type != "cpu")
-    tables = plan.tables(wholes, device)
+    tables = plan.tables(parts, wholes, device)
+    sums = tables.kernel(parts, p).to(device, non_blocking=device.type != "cpu")
     powers = payload[lanes.powers]
     if norm.is_maximum(p):
         found = sums[tables.source]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from . import adapters, compat, replicas
+from . import adapters, compat, kernels, replicas
 from .gradients import Layout, Source
 from .notices import warn_once
 from .ownership import Ownership, Tile, own, segment
@@ -62,6 +62,8 @@ class Plan:
         problems: What is wrong with this rank's tensors, as the error's type and text; the step
             then raises on every rank.
         proves: Whether copies stand here that nothing but the proof vouches for.
+        dense: No gradient is sparse.
+        splits: Some gradient is read in part.
     """
 
     lanes: Lanes
@@ -69,13 +71,17 @@ class Plan:
     buckets: list[Bucket] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     proves: bool = False
+    dense: bool = True
+    splits: bool = False
 
     _tables: Tables | None = None
 
-    def tables(self, wholes: Sequence[Tensor], device: torch.device) -> Tables:
+    def tables(
+        self, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
+    ) -> Tables:
         """Return what every step looks up, kept on the devices after the first."""
         if self._tables is None:
-            self._tables = Tables.of(self, wholes, device)
+            self._tables = Tables.of(self, parts, wholes, device)
         return self._tables
 
 
@@ -84,19 +90,23 @@ class Tables:
     """A plan's numbers as tensors.
 
     Attributes:
+        kernel: Sums what this rank reads, bucket by bucket.
         source: For each power lane that is added to, the bucket it takes.
         target: That lane.
         weights: The buckets' factors.
         proof: For the tensors that other ranks hold copies of, if there are any.
     """
 
+    kernel: kernels.Kernel
     source: Tensor
     target: Tensor
     weights: Tensor
     proof: replicas.Proof | None
 
     @staticmethod
-    def of(plan: Plan, wholes: Sequence[Tensor], device: torch.device) -> Tables:
+    def of(
+        plan: Plan, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
+    ) -> Tables:
         """Work them out for the payload's device."""
         rows = [(b, bucket.group) for b, bucket in enumerate(plan.buckets)]
         rows += [
@@ -111,7 +121,8 @@ class Tables:
         if held:
             copies = [copy for copy, _ in held]
             proof = replicas.Proof(copies, [w.numel() for _, w in held], held[0][1].device)
-        return Tables(routes[:, 0], routes[:, 1], compat.to_device(weights, device), proof)
+        kernel = kernels.build(parts, [seat.bucket for seat in plan.seats], len(plan.buckets))
+        return Tables(kernel, routes[:, 0], routes[:, 1], compat.to_device(weights, device), proof)
 
 
 Settle = Callable[[Source], Callable[[Tile], bool] | None]
@@ -224,6 +235,8 @@ def make(
             where = buckets.setdefault(bucket, len(buckets))
             plan.seats.append(replace(seat, position=index, bucket=where))
     plan.buckets = list(buckets)
+    plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
+    plan.splits = any(seat.part != (0, 1) for seat in plan.seats)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
     _warn_if_uncertain(planner, known, undeclared)
     return plan
@@ -247,12 +260,14 @@ def _seat(
 
 def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the seats' local gradients, as they are stored."""
-    return [compat.local_tensor(grads[seat.position]) for seat in plan.seats]
+    return compat.local_tensors([grads[seat.position] for seat in plan.seats])
 
 
 def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return, seat by seat, what this rank reads of the gradients and the whole local values."""
-    wholes = [adapters.values(tensor) for tensor in local]
+    wholes = list(local) if plan.dense else [adapters.values(tensor) for tensor in local]
+    if not plan.splits:
+        return wholes, wholes
     parts = []
     for seat, whole in zip(plan.seats, wholes, strict=True):
         index, count = seat.part

@@ -95,6 +95,8 @@ def raise_mismatch(measured: Measured, world: World) -> None:
     Raises:
         ReplicaMismatchError: Names the parameters, the ranks and the mend.
     """
+    if not bool(measured.proof[:, -1].any()):
+        return  # nobody holds copies
     size = measured.size()
     suspects = replicas.suspicious(measured.proof, size).nonzero().flatten().tolist()
     if not suspects:

@@ -1,29 +1,36 @@
-"""Local power sums: many tensors in, one float64 sum per bucket out."""
+"""Local power sums: many tensors in, one float64 sum per bucket out.
 
-from collections.abc import Sequence
+A kernel is built once for a list of tensors (their shapes, dtypes and devices) and called every
+step with tensors of the same kind. All kernels have one signature; ``foreach`` specifies it.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from . import blocked, foreach
 
+Kernel = Callable[[Sequence[Tensor], float], Tensor]
 
-def power_sums(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, p: float) -> Tensor:
-    """Sum |x|^p over the tensors of each bucket (the maximum of |x| for p = inf).
+
+def build(tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> Kernel:
+    """Choose and build the kernel that sums |x|^p over the tensors of each bucket.
 
     Args:
         tensors: Real or complex floating-point tensors of any shape, dtype and stride.
         buckets: For each tensor, the bucket its sum goes to.
         count: How many buckets there are.
-        p: The norm type.
 
     Returns:
-        float64 of shape ``(count,)`` on the tensors' device, 0 for an empty bucket; NaN where the
-        bucket holds one.
+        A function of such tensors and p. It gives float64 of shape ``(count,)`` on the tensors'
+        device: the sum of |x|^p (for p = inf the maximum of |x|), 0 for an empty bucket, NaN where
+        the bucket holds one.
     """
     on_cpu = all(t.device.type == "cpu" for t in tensors)
-    kernel = blocked.power_sums if on_cpu else foreach.power_sums
-    return kernel(tensors, buckets, count, p)
+    if on_cpu:
+        return blocked.PowerSums(tensors, buckets, count)
+    return foreach.PowerSums(tensors, buckets, count)
 
 
 def any_nonfinite(tensor: Tensor) -> Tensor:

@@ -2,17 +2,16 @@
 
 A row is so short that even its worst case (a large number first, then many small ones that round
 away) stays below 1e-6; the rows are combined in float64. 16-bit gradients go through a float32
-buffer that stays in cache. Where float32 cannot hold the squares (beyond 1e19,
-below 1e-10), the bucket is summed again in float64: rare, and seen from the result alone.
+buffer that stays in cache, small tensors are packed. Where float32 cannot hold the squares (beyond
+1e19, below 1e-10), the bucket is summed again in float64: rare, and seen from the result alone.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from shardclip.norm import is_maximum
 
 from . import foreach
 
@@ -23,27 +22,98 @@ _SMALL = 1 << 15  # tensors below this are packed together
 _FAINT = 1e-20
 
 
-def power_sums(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, p: float) -> Tensor:
-    """Sum |x|^p per bucket; see ``kernels.power_sums``."""
-    if p not in (1, 2):
-        return _elementwise(tensors, buckets, count, p)
-    by_bucket: list[list[Tensor]] = [[] for _ in range(count)]
-    for tensor, bucket in zip(tensors, buckets, strict=True):
-        if tensor.numel():
-            by_bucket[bucket].append(tensor)
-    return torch.tensor([_bucket_sum(held, p) for held in by_bucket], dtype=torch.float64)
+@dataclass
+class _Run:
+    """Tensors that are summed in one go: a large one, or small ones that can be concatenated."""
+
+    bucket: int
+    wide: torch.dtype
+    indices: list[int] = field(default_factory=list)
+    numel: int = 0
+    norms: Tensor = field(default_factory=lambda: torch.empty(0))  # of rows: the bucket's, a view
+
+    @property
+    def rows(self) -> int:
+        return -(-self.numel // _ROW)
 
 
-def _bucket_sum(tensors: list[Tensor], p: float) -> float:
-    if not tensors:
-        return 0.0
-    total = 0.0
-    for dtype in dict.fromkeys(t.dtype for t in tensors):  # one dtype at a time can be packed
-        flat = (_flatten(t, p) for t in tensors if t.dtype == dtype)
-        total += math.fsum(_row_sums(run, p) for run in _runs(flat))
-    if math.isfinite(total) and total > _FAINT:
-        return total
-    return _wide_sum(tensors, p)
+class PowerSums:
+    """Sum |x|^p per bucket; see ``kernels.build``."""
+
+    def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> None:
+        self._buckets: list[list[int]] = [[] for _ in range(count)]
+        self._runs: list[_Run] = []
+        open_runs: dict[object, _Run] = {}
+        for index, (tensor, bucket) in enumerate(zip(tensors, buckets, strict=True)):
+            numel = tensor.numel() * (2 if tensor.is_complex() else 1)
+            if not numel:
+                continue
+            self._buckets[bucket].append(index)
+            kind = bucket, tensor.dtype, tensor.dim(), tensor.shape[1:]
+            run = open_runs.get(kind)
+            if numel >= _SMALL or run is None or run.numel >= _BUFFER:
+                run = _Run(bucket, _wide(tensor.dtype))
+                self._runs.append(run)
+                if numel < _SMALL:
+                    open_runs[kind] = run
+            run.indices.append(index)
+            run.numel += numel
+        self._norms = self._lay_out_rows()
+
+    def _lay_out_rows(self) -> list[list[Tensor]]:
+        """Put the rows' norms of each bucket side by side, one tensor for each precision."""
+        laid_out: list[list[Tensor]] = [[] for _ in self._buckets]
+        for bucket, wide in dict.fromkeys((run.bucket, run.wide) for run in self._runs):
+            runs = [run for run in self._runs if (run.bucket, run.wide) == (bucket, wide)]
+            norms = torch.empty(sum(run.rows for run in runs), dtype=wide)
+            laid_out[bucket].append(norms)
+            for run, view in zip(runs, torch.split(norms, [run.rows for run in runs]), strict=True):
+                run.norms = view
+        return laid_out
+
+    def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
+        """Sum tensors like those that this was built for."""
+        if p not in (1, 2):
+            return self._elementwise(tensors, p)
+        totals = self._squares(tensors) if p == 2 else self._magnitudes(tensors)
+        for bucket, total in enumerate(totals):
+            if not _FAINT < total < math.inf:
+                totals[bucket] = _wide_sum([tensors[i] for i in self._buckets[bucket]], p)
+        return torch.tensor(totals, dtype=torch.float64)
+
+    def _squares(self, tensors: Sequence[Tensor]) -> list[float]:
+        for run in self._runs:
+            flat = _flatten(_joined([tensors[index] for index in run.indices]), 2)
+            _row_norms(flat, run.norms)
+        wide = [[norms.double() for norms in held] for held in self._norms]
+        return [math.fsum(float(norms.dot(norms)) for norms in held) for held in wide]
+
+    def _magnitudes(self, tensors: Sequence[Tensor]) -> list[float]:
+        parts: list[list[float]] = [[] for _ in self._buckets]
+        for run in self._runs:
+            flat = _flatten(_joined([tensors[index] for index in run.indices]), 1)
+            for block in _blocks(flat):
+                parts[run.bucket].append(float(block.abs().sum()))  # torch sums pairwise here
+        return [math.fsum(part) for part in parts]
+
+    def _elementwise(self, tensors: Sequence[Tensor], p: float) -> Tensor:
+        if p == 0 or math.isinf(p):
+            order = [(i, bucket) for bucket, held in enumerate(self._buckets) for i in held]
+            held = [tensors[index] for index, _ in order]
+            buckets = [bucket for _, bucket in order]
+            return foreach.PowerSums(held, buckets, len(self._buckets))(held, p)
+        out = torch.zeros(len(self._buckets), dtype=torch.float64)
+        for bucket, held_here in enumerate(self._buckets):
+            for index in held_here:
+                for block in torch.split(_flatten(tensors[index], p), _BUFFER):
+                    out[bucket] += block.double().abs().pow_(p).sum()
+        return out
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors)
 
 
 def _flatten(tensor: Tensor, p: float) -> Tensor:
@@ -53,68 +123,41 @@ def _flatten(tensor: Tensor, p: float) -> Tensor:
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
-    return tensor.reshape(-1)
+    return tensor.detach().reshape(-1)
 
 
-def _runs(flat: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Pack small tensors of one dtype together; pass large ones on as they are."""
-    pack: list[Tensor] = []
-    packed = 0
-    for tensor in flat:
-        if tensor.numel() >= _SMALL:
-            yield tensor
-            continue
-        pack.append(tensor)
-        packed += tensor.numel()
-        if packed >= _BUFFER:
-            yield _cat(pack)
-            pack, packed = [], 0
-    if pack:
-        yield _cat(pack)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that rows are summed in."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _cat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-
-
-def _row_sums(flat: Tensor, p: float) -> float:
-    """Sum |x|^p over one run, row by row, through the buffer where that is needed."""
-    if p == 2 and flat.dtype in (torch.float32, torch.float64):
-        return _sum_of_squares(flat)
-    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=wide)
-    parts = []
+def _blocks(flat: Tensor) -> Iterator[Tensor]:
+    """Cut into blocks of single or double precision; those of 16 bits share one buffer."""
+    if flat.dtype in (torch.float32, torch.float64):
+        yield from torch.split(flat, _BUFFER)
+        return
+    buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=torch.float32)
     for block in torch.split(flat, _BUFFER):
-        values = buffer[: block.numel()].copy_(block)
-        if p == 2:
-            parts.append(_sum_of_squares(values))
-        else:
-            parts.append(float(values.abs_().sum()))  # torch sums pairwise here
-    return math.fsum(parts)
+        yield buffer[: block.numel()].copy_(block)
 
 
-def _sum_of_squares(flat: Tensor) -> float:
-    even = flat.numel() // _ROW * _ROW
-    total = 0.0
-    if even:
-        norms = torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1).double()
-        total += float(norms.dot(norms))
-    if even < flat.numel():
-        total += float(torch.linalg.vector_norm(flat[even:])) ** 2
-    return total
+def _row_norms(flat: Tensor, out: Tensor) -> None:
+    """Write the norm of each row into ``out``; the last row may be shorter."""
+    if flat.dtype not in (torch.float32, torch.float64):
+        rows = _BUFFER // _ROW
+        for index, block in enumerate(_blocks(flat)):
+            _row_norms(block, out[index * rows : (index + 1) * rows])
+        return
+    full, rest = divmod(flat.numel(), _ROW)
+    if rest:
+        torch.linalg.vector_norm(flat[full * _ROW :], out=out[full])
+        flat, out = flat[: full * _ROW], out[:full]
+    if full:
+        torch.linalg.vector_norm(flat.view(-1, _ROW), dim=1, out=out)
 
 
 def _wide_sum(tensors: list[Tensor], p: float) -> float:
     """Sum in float64: for what float32 cannot hold, and to see that zeros are zeros."""
     present = [t for t in tensors if bool(t.any())]
-    return float(foreach.power_sums(present, [0] * len(present), 1, p)[0])
-
-
-def _elementwise(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, p: float) -> Tensor:
-    if is_maximum(p) or p == 0:
-        return foreach.power_sums(tensors, buckets, count, p)
-    out = torch.zeros(count, dtype=torch.float64)
-    for tensor, bucket in zip(tensors, buckets, strict=True):
-        for block in torch.split(_flatten(tensor.detach(), p), _BUFFER):
-            out[bucket] += block.double().abs().pow_(p).sum()
-    return out
+    kernel = foreach.PowerSums(present, [0] * len(present), 1)
+    return float(kernel(present, p)[0])

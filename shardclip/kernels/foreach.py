@@ -10,26 +10,34 @@ from shardclip.compat import to_device
 from shardclip.norm import is_maximum
 
 
-def power_sums(tensors: Sequence[Tensor], buckets: Sequence[int], count: int, p: float) -> Tensor:
-    """Sum |x|^p per bucket; see ``kernels.power_sums``.
+class PowerSums:
+    """Sum |x|^p per bucket; see ``kernels.build``.
 
     float64 holds the square of every smaller dtype's number, so nothing overflows or underflows.
     Tensors of several devices are summed where they lie; the result is on the first one's device.
     """
-    if not tensors:
-        return torch.zeros(count, dtype=torch.float64)
-    home = tensors[0].device
-    out = torch.zeros(count, dtype=torch.float64, device=home)
-    filled = [(t, b) for t, b in zip(tensors, buckets, strict=True) if t.numel()]
-    for device in {t.device for t, _ in filled}:
-        here = [(t, b) for t, b in filled if t.device == device]
-        sums = torch.stack(_sums([t for t, _ in here], p)).to(home, non_blocking=True)
-        index = to_device(torch.tensor([b for _, b in here]), home)
-        if is_maximum(p):
-            out.scatter_reduce_(0, index, sums, "amax")  # keeps NaN
-        else:
-            out.index_add_(0, index, sums)
-    return out
+
+    def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> None:
+        self._count = count
+        self._home = tensors[0].device if tensors else torch.device("cpu")
+        filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+        self._here: list[tuple[list[int], Tensor]] = []
+        for device in dict.fromkeys(tensors[index].device for index in filled):
+            chosen = [index for index in filled if tensors[index].device == device]
+            held = torch.tensor([buckets[index] for index in chosen])
+            self._here.append((chosen, to_device(held, self._home)))
+
+    def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
+        """Sum tensors like those that this was built for."""
+        out = torch.zeros(self._count, dtype=torch.float64, device=self._home)
+        for chosen, buckets in self._here:
+            sums = torch.stack(_sums([tensors[index] for index in chosen], p))
+            sums = sums.to(self._home, non_blocking=True)
+            if is_maximum(p):
+                out.scatter_reduce_(0, buckets, sums, "amax")  # keeps NaN
+            else:
+                out.index_add_(0, buckets, sums)
+        return out
 
 
 def _sums(tensors: list[Tensor], p: float) -> list[Tensor]:

@@ -201,7 +201,7 @@ def test_time_is_linear_in_the_number_of_dtensor_parameters(clip):
         return time.process_time() - start
 
     seconds(100)
-    few, many = min(seconds(1500) for _ in range(3)), seconds(6000)
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1500, 6000))
     assert many < 8 * few + 0.1, (few, many)  # linear is 4, quadratic 16
 
 

@@ -241,3 +241,16 @@ def test_bad_options_of_a_clipper_are_refused(options, word):
 def test_the_own_errors_are_runtime_errors():
     assert issubclass(NonFiniteGradientError, RuntimeError)
     assert issubclass(ReplicaMismatchError, RuntimeError)
+
+
+@BOTH
+@on_ranks(4)
+def test_a_layout_that_says_partial_is_refused(clip):
+    made = parameter(F([3.0, 4.0]))
+    before = made.grad.clone()
+
+    def call():
+        CLIPS[clip]([made], 1.0, 2.0, layout=(mesh_of(4, names=("dp",)), (Partial(),)))
+
+    raised_everywhere(call, ValueError, "Partial", "'dp'")
+    assert made.grad.equal(before)

@@ -49,6 +49,7 @@ PLACES = pytest.mark.parametrize("place", ["plain", "sharded", "replicated"])
         (5.0, 10.0, ([1.0, 1.5], [2.0, 2.5]), 10.0),
         (0.0, None, ([0.0, 0.0], [0.0, 0.0]), 7.3484693),
         (7.3484693, None, PAIR, 7.3484693),
+        (math.inf, None, PAIR, 7.3484693),
     ],
 )
 @on_ranks(2)
@@ -139,9 +140,8 @@ def test_a_single_tensor_is_refused(function):
 @on_ranks(2)
 def test_duplicate_rows_of_a_sparse_tensor_are_summed():
     """TensorFlow counts them apart: 7.07 where the gradient's norm is 10."""
-    sparse = torch.sparse_coo_tensor(
-        F([[1, 1]]), F([[3.0, 4.0], [3.0, 4.0]]), (3, 2), check_invariants=True
-    )
+    rows = F([[3.0, 4.0], [3.0, 4.0]])
+    sparse = torch.sparse_coo_tensor(F([[1, 1]]), rows, (3, 2), check_invariants=True)
     clipped, norm = clip_by_global_norm([sparse], 5.0)
     assert_norm(norm, 10.0)
     assert clipped[0].is_sparse

@@ -23,7 +23,7 @@ def exact(tensor: torch.Tensor, p: float) -> float:
 
 
 def assert_sums(kernel, tensors, p, rtol):
-    found = kernel.power_sums(tensors, range(len(tensors)), len(tensors), p)
+    found = kernel.PowerSums(tensors, range(len(tensors)), len(tensors))(tensors, p)
     assert found.dtype == torch.float64
     for value, tensor in zip(found.tolist(), tensors, strict=True):
         assert value == pytest.approx(exact(tensor, p), rel=rtol, abs=0)
@@ -72,22 +72,24 @@ def test_rounding_does_not_add_up(kernel, dtype):
 def test_a_nan_stays_in_its_bucket(kernel, p, size):
     bad = torch.ones(size)
     bad[size // 2] = math.nan
-    found = kernel.power_sums([torch.ones(5), bad, torch.ones(7)], [0, 1, 2], 3, p)
+    tensors = [torch.ones(5), bad, torch.ones(7)]
+    found = kernel.PowerSums(tensors, [0, 1, 2], 3)(tensors, p)
     assert found.isnan().tolist() == [False, True, False]
 
 
 @KERNELS
 @pytest.mark.parametrize("p", [1, 2, 3, math.inf])
 def test_infinity_is_infinite(kernel, p):
-    assert kernel.power_sums([torch.tensor([1.0, -math.inf])], [0], 1, p).tolist() == [math.inf]
+    tensors = [torch.tensor([1.0, -math.inf])]
+    assert kernel.PowerSums(tensors, [0], 1)(tensors, p).tolist() == [math.inf]
 
 
 @KERNELS
 def test_buckets_gather_what_is_theirs(kernel):
     tensors = [torch.full((n,), float(n)) for n in (1, 2, 3, 4)]
-    sums = kernel.power_sums(tensors, [2, 0, 2, 0], 4, 2.0).tolist()
+    sums = kernel.PowerSums(tensors, [2, 0, 2, 0], 4)(tensors, 2.0).tolist()
     assert sums == pytest.approx([72.0, 0.0, 28.0, 0.0], rel=1e-6)
-    assert kernel.power_sums([], [], 2, 2.0).tolist() == [0.0, 0.0]
+    assert kernel.PowerSums([], [], 2)([], 2.0).tolist() == [0.0, 0.0]
 
 
 @KERNELS

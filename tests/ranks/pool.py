@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .nursery import Nursery
 
-START_LIMIT_S = 60.0
+START_LIMIT_S = 90.0
 CALL_LIMIT_S = 60.0
 GRACE_S = 2.0  # after the first failure the other ranks get this long to report theirs
 

@@ -49,7 +49,7 @@ def step(mesh: Mesh, tensors, p: float, spoil=None) -> measure.Measured:
         assert not made.problems
         local = plan.locals_of(made, [grad for _, grad in pairs])
         parts, wholes = plan.readings(made, local)
-        sketches = measure.sketch(made, wholes, CPU)
+        sketches = measure.sketch(made, parts, wholes, CPU)
         payloads.append(measure.fill(made, parts, wholes, sketches, p, CPU))
     assert {payload.shape for payload in payloads} == {(plan.FUNCTION_LANES.size,)}
     stacked = torch.stack(payloads)

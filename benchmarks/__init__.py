@@ -1,0 +1,1 @@
+"""Times beside what a user would call instead: `python -m benchmarks --help`."""
