@@ -76,9 +76,11 @@ def mesh_and_placements(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor made on the host to a device without a host sync."""
+    """Copy a small tensor without a host sync, unless it goes to the host: then it must wait."""
     if tensor.device == device:
         return tensor
+    if device.type == "cpu":
+        return tensor.to(device)
     pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
     return pinned.to(device, non_blocking=True)
 

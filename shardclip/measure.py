@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import adapters, norm, reduce, replicas
+from . import adapters, compat, norm, reduce, replicas
 from .plan import Plan, locals_of, readings
 from .world import World
 
@@ -73,6 +73,7 @@ class Measured:
         return self.payload[index]
 
 
+@torch.no_grad()
 def measure(
     plan: Plan,
     grads: Sequence[Tensor | None],
@@ -140,7 +141,7 @@ def fill(
     if plan.problems or not plan.seats:
         return payload
     tables = plan.tables(parts, wholes, device)
-    sums = tables.kernel(parts, p).to(device, non_blocking=device.type != "cpu")
+    sums = compat.to_device(tables.kernel(parts, p), device)
     powers = payload[lanes.powers]
     if norm.is_maximum(p):
         found = sums[tables.source]

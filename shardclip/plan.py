@@ -230,7 +230,7 @@ def make(
             key = None if keys is None else keys[index]
             bucket = Bucket(source.group, key, _weight(owned, maximum))
             base = planner.base(owned) if numbers is None else 0
-            slot = (base + number) % max(1, lanes.slots)
+            slot = (base + number) % lanes.slots if lanes.slots else None
             seat = _seat(planner, source, settled, number, slot, maximum)
             where = buckets.setdefault(bucket, len(buckets))
             plan.seats.append(replace(seat, position=index, bucket=where))
@@ -247,13 +247,15 @@ def _weight(owned: Ownership, maximum: bool) -> float:
 
 
 def _seat(
-    planner: Planner, source: Source, settled: Settled, number: int, slot: int, maximum: bool
+    planner: Planner, source: Source, settled: Settled, number: int, slot: int | None, maximum: bool
 ) -> Seat:
     owned = settled.owned
     if owned is None or maximum or len(owned.holders) == 1:
         return Seat(source, declared=settled.declared)
     index = owned.holders.index(planner.world.rank)
-    copy = replicas.Copy(slot, number, owned.holders, index, 1 / len(owned.domain))
+    copy = None
+    if slot is not None:
+        copy = replicas.Copy(slot, number, owned.holders, index, 1 / len(owned.domain))
     part = (index, len(owned.holders)) if owned.split else (0, 1)
     return Seat(source, part=part, copy=copy, declared=settled.declared)
 

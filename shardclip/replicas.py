@@ -119,7 +119,7 @@ class Proof:
         scale = sketches.square().sum(1) * self._shares
         rows = torch.cat([sketches * self._factors, scale.unsqueeze(1), self._weights], dim=1)
         self._slots = to_device(self._slots, lanes.device)
-        lanes.index_add_(0, self._slots, rows.to(lanes.device, non_blocking=True))
+        lanes.index_add_(0, self._slots, to_device(rows, lanes.device))
 
 
 def disagreeing(lanes: Tensor, total: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .compat import to_device
+
 # Below this a coefficient is no normal float32 any more, and is applied in two steps.
 _TINY = 2.0**-100
 
@@ -22,7 +24,7 @@ def scale_(tensors: Sequence[Tensor], coef: float | Tensor) -> None:
         for device in {t.device for t in tensors}:
             here = [t for t in tensors if t.device == device and t.numel()]
             if here:
-                torch._foreach_mul_(here, coef.to(device, non_blocking=True))
+                torch._foreach_mul_(here, to_device(coef, device))
         return
     filled = [t for t in tensors if t.numel()]
     if coef == 1 or not filled:

@@ -32,7 +32,7 @@ class PowerSums:
         out = torch.zeros(self._count, dtype=torch.float64, device=self._home)
         for chosen, buckets in self._here:
             sums = torch.stack(_sums([tensors[index] for index in chosen], p))
-            sums = sums.to(self._home, non_blocking=True)
+            sums = to_device(sums, self._home)
             if is_maximum(p):
                 out.scatter_reduce_(0, buckets, sums, "amax")  # keeps NaN
             else:
