@@ -4,7 +4,7 @@ import hashlib
 import pickle
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from . import reduce, verdict
 from .gradients import Source
 from .notices import warn_once
-from .ownership import Tile
 from .plan import Planner
 from .world import World
 
@@ -59,24 +58,28 @@ def _entry(source: Source) -> tuple[str, tuple[int, ...], str]:
 
 
 def settle(sources: Sequence[Source], planner: Planner) -> None:
-    """Tell the planner by names which left-out ranks hold copies.
+    """Tell the planner by names which ranks have a parameter.
 
-    Ranks without a parameter of the same name, shape and dtype hold other parameters.
+    Ranks without one of the same name, shape and dtype hold other parameters.
     """
     named = [_entry(source) for source in sources if source.owner is not None]
     told = agree(named, planner.world)
     having: dict[Any, set[int]] = defaultdict(set)
-    for rank, entries in zip(planner.world.ranks, told, strict=True):
+    for entries, ranks in _distinct(told, planner.world.ranks):
         for entry in entries:
-            having[entry].add(rank)
+            having[entry].update(ranks)
+    sets: dict[frozenset[int], frozenset[int]] = {}  # equal ones become one object
+    frozen = {entry: frozenset(having[entry]) for entry in named}
+    frozen = {entry: sets.setdefault(ranks, ranks) for entry, ranks in frozen.items()}
+    planner.having = lambda source: frozen.get(_entry(source)) if source.owner is not None else None
 
-    def is_copy(source: Source) -> Callable[[Tile], bool] | None:
-        if source.owner is None:
-            return None
-        ranks = having[_entry(source)]
-        return lambda tile: not ranks.isdisjoint(tile.members)
 
-    planner.settle = is_copy
+def _distinct(told: Sequence[Any], ranks: Sequence[int]) -> list[tuple[Any, list[int]]]:
+    """Put ranks together that told the same (``agree`` gives them the same object)."""
+    by_value: dict[int, tuple[Any, list[int]]] = {}
+    for value, rank in zip(told, ranks, strict=True):
+        by_value.setdefault(id(value), (value, []))[1].append(rank)
+    return list(by_value.values())
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ def conclude(
     verdict.raise_told(
         [(rank, wrong) for rank, (_, wrong, _) in zip(planner.world.ranks, told, strict=True)]
     )
-    everything = [entry for entries, _, _ in told for entry in entries]
+    distinct = [value for value, _ in _distinct(told, planner.world.ranks)]
+    everything = [entry for entries, _, _ in distinct for entry in entries]
     first = {entry.identity: entry for entry in reversed(everything)}
     known = {entry.identity: first[entry.identity] for entry in everything}
     _warn_if_tied(known.values(), planner)
@@ -161,7 +165,7 @@ def conclude(
     keys = tuple(dict.fromkeys(names.values()))
     index = {key: position for position, key in enumerate(keys)}
     return Agreement(
-        max(count for _, _, count in told),
+        max(count for _, _, count in distinct),
         min(len(number), _MOST_SLOTS),
         keys if norms is not None else (),
         [number.get(entry.identity, 0) for entry in mine],

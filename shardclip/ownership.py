@@ -4,7 +4,7 @@ Takes ranks, shapes and coordinates as plain numbers and needs no process group,
 thousands of ranks are checked in one process. "Axis" is a mesh's, "dim" a tensor's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -29,6 +29,12 @@ class Ownership:
     domain: tuple[int, ...]
     split: bool = True
     stage: int | None = None
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """Return which part of the piece a holder reads, of how many."""
+        if not self.split or len(self.holders) == 1:
+            return 0, 1
+        return self.holders.index(rank), len(self.holders)
 
 
 @dataclass(frozen=True)
@@ -153,21 +159,21 @@ def place(mesh: Mesh, replicated: Sequence[bool], root: Mesh, rank: int) -> Plac
     return Place(own, tuple(tiles), pieces, stage, root.ranks)
 
 
-def own(
-    where: Place, group: frozenset[int], is_copy: Callable[[Tile], bool] | None = None
-) -> Ownership:
+def own(where: Place, group: frozenset[int], having: frozenset[int] | None = None) -> Ownership:
     """Decide which left-out ranks hold copies, and keep to the ranks of ``group``.
 
     Args:
         where: What geometry says.
         group: The ranks that take part in the reduction.
-        is_copy: Tells for a left-out tile whether it holds copies; default: each does.
+        having: The ranks that have this parameter, where that is known: left-out tiles without
+            it hold other parameters. Otherwise each tile holds copies.
 
     Raises:
         ValueError: Pieces of the tensor lie on ranks outside the group, so that no reduction over
             the group can give the tensor's norm.
     """
-    tiles = [where.own, *(t for t in where.left_out if is_copy is None or is_copy(t))]
+    copies = (t for t in where.left_out if having is None or not having.isdisjoint(t.members))
+    tiles = [where.own, *copies]
     inside = {
         piece
         for tile in tiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import adapters, compat, kernels, replicas
 from .gradients import Layout, Source
 from .notices import warn_once
-from .ownership import Ownership, Tile, own, segment
+from .ownership import Ownership, own, segment
 from .payload import Lanes
 from .world import World
 
@@ -125,10 +125,6 @@ class Tables:
         return Tables(kernel, routes[:, 0], routes[:, 1], compat.to_device(weights, device), proof)
 
 
-Settle = Callable[[Source], Callable[[Tile], bool] | None]
-"""For a source: tells of a left-out tile whether it holds copies; None where geometry decides."""
-
-
 @dataclass(frozen=True)
 class Settled:
     """Who holds a piece (None: not this rank), whether a layout said so, which ranks it knows."""
@@ -141,13 +137,14 @@ class Settled:
 class Planner:
     """Works out ownership for this rank's sources, over one group of ranks."""
 
-    def __init__(self, world: World, layout: Layout, settle: Settle | None = None) -> None:
+    def __init__(self, world: World, layout: Layout) -> None:
         self.world = world
         self.layout = layout
-        self.settle = settle
+        self.having: Callable[[Source], frozenset[int] | None] = lambda source: None
         self.group = frozenset(world.ranks)
         self.everyone = tuple(sorted(world.ranks))
-        self._known: dict[int, Ownership] = {}
+        self._owned: dict[tuple[int, int], tuple[object, object, Ownership]] = {}
+        self._domains: dict[tuple[int, ...], tuple[int, ...]] = {self.everyone: self.everyone}
 
     def settle_one(self, source: Source, tensor: Tensor) -> Settled:
         """Tell who holds this rank's piece of a tensor.
@@ -155,34 +152,45 @@ class Planner:
         Raises:
             ValueError: The layout is wrong, or the group does not hold all of the tensor.
         """
-        if source.ownership is not None:
-            if not set(source.ownership.domain) <= self.group:
+        given = source.ownership
+        if given is not None:
+            if not self.group.issuperset(given.domain):
                 raise ValueError("its shards lie on ranks outside the group; pass a larger group")
-            return Settled(source.ownership, False, source.ownership.domain)
+            owned = self._once(given, None, lambda: given)
+            return Settled(owned, False, owned.domain)
         where, declared = adapters.place(source, tensor, self.layout, self.world.rank)
-        is_copy = self.settle(source) if self.settle is not None else None
-        if where is None:
-            if declared or compat.is_dtensor(tensor):
-                return Settled(None, declared, ())
-            return Settled(self._plain(is_copy), False, self.everyone)
-        if is_copy is not None and where.left_out:
-            return Settled(own(where, self.group, is_copy), declared, where.root)
-        key = id(where)  # places are cached, so that their identity will do
-        if key not in self._known:
-            self._known[key] = own(where, self.group)
-        return Settled(self._known[key], declared, where.root)
+        having = self.having(source)
+        if where is not None:
+            owned = self._once(where, having, lambda: own(where, self.group, having))
+            return Settled(owned, declared, where.root)
+        if declared or compat.is_dtensor(tensor):
+            return Settled(None, declared, ())
+        owned = self._once(self, having, lambda: self._plain(having))
+        return Settled(owned, False, self.everyone)
+
+    def _once(self, what: object, having: object, work_out: Callable[[], Ownership]) -> Ownership:
+        """Work an ownership out once for each place and set of ranks, compared by identity.
+
+        Equal domains become one object, so that thousands of ranks need not be compared.
+        """
+        key = id(what), id(having)
+        if key not in self._owned:
+            owned = work_out()
+            domain = self._domains.setdefault(owned.domain, owned.domain)
+            self._owned[key] = what, having, replace(owned, domain=domain)
+        return self._owned[key][-1]
+
+    def _plain(self, having: frozenset[int] | None) -> Ownership:
+        holders = self.everyone
+        if having is not None:
+            holders = tuple(sorted(self.group & (having | {self.world.rank})))
+        return Ownership(holders, holders, split=False)
 
     def base(self, owned: Ownership) -> int:
         """Spread tensors of different sets of ranks over the slots."""
-        if owned.domain == self.everyone:
+        if owned.domain is self.everyone:
             return 0
         return zlib.crc32(repr(owned.domain).encode())
-
-    def _plain(self, is_copy: Callable[[Tile], bool] | None) -> Ownership:
-        holders = self.everyone
-        if is_copy is not None:
-            holders = tuple(r for r in holders if r == self.world.rank or is_copy(Tile((r,), (r,))))
-        return Ownership(holders, holders, split=False)
 
 
 def make(
@@ -206,8 +214,9 @@ def make(
     """
     plan = Plan(lanes)
     buckets: dict[Bucket, int] = {}
-    counted: Counter[tuple[int, ...]] = Counter()
-    known: set[tuple[int, ...]] = set()
+    counted: Counter[int] = Counter()
+    bases: dict[int, int] = {}
+    known: dict[int, tuple[int, ...]] = {}
     undeclared: tuple[Source, Tensor] | None = None
     for index, (source, grad) in enumerate(pairs):
         tensor = source.parameter if grad is None else grad
@@ -218,46 +227,39 @@ def make(
         except Exception as error:  # a user's layout may raise anything, on one rank alone
             plan.problems.append((type(error).__name__, f"{source.name}: {error}"))
             continue
-        known.add(settled.known)
+        known[id(settled.known)] = settled.known
         owned = settled.owned
         if owned is None:
             continue
         if undeclared is None and not settled.declared:
             undeclared = source, tensor
-        number = counted[owned.domain] if numbers is None else numbers[index]
-        counted[owned.domain] += 1
-        if grad is not None:
-            key = None if keys is None else keys[index]
-            bucket = Bucket(source.group, key, _weight(owned, maximum))
-            base = planner.base(owned) if numbers is None else 0
-            slot = (base + number) % lanes.slots if lanes.slots else None
-            seat = _seat(planner, source, settled, number, slot, maximum)
-            where = buckets.setdefault(bucket, len(buckets))
-            plan.seats.append(replace(seat, position=index, bucket=where))
+        domain = id(owned.domain)
+        if domain not in bases:
+            bases[domain] = planner.base(owned) if numbers is None else 0
+        number = counted[domain] if numbers is None else numbers[index]
+        counted[domain] += 1
+        if grad is None:
+            continue
+        copy = None
+        if len(owned.holders) > 1 and lanes.slots and not maximum:
+            slot = (bases[domain] + number) % lanes.slots
+            mine = owned.holders.index(planner.world.rank)
+            copy = replicas.Copy(slot, number, owned.holders, mine, 1 / len(owned.domain))
+        bucket = _bucket(source, owned, None if keys is None else keys[index], maximum)
+        where = buckets.setdefault(bucket, len(buckets))
+        part = (0, 1) if maximum else owned.part(planner.world.rank)
+        plan.seats.append(Seat(source, index, where, part, copy, settled.declared))
     plan.buckets = list(buckets)
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
     plan.splits = any(seat.part != (0, 1) for seat in plan.seats)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
-    _warn_if_uncertain(planner, known, undeclared)
+    _warn_if_uncertain(planner, known.values(), undeclared)
     return plan
 
 
-def _weight(owned: Ownership, maximum: bool) -> float:
-    return 1.0 if owned.split or maximum else 1.0 / len(owned.holders)
-
-
-def _seat(
-    planner: Planner, source: Source, settled: Settled, number: int, slot: int | None, maximum: bool
-) -> Seat:
-    owned = settled.owned
-    if owned is None or maximum or len(owned.holders) == 1:
-        return Seat(source, declared=settled.declared)
-    index = owned.holders.index(planner.world.rank)
-    copy = None
-    if slot is not None:
-        copy = replicas.Copy(slot, number, owned.holders, index, 1 / len(owned.domain))
-    part = (index, len(owned.holders)) if owned.split else (0, 1)
-    return Seat(source, part=part, copy=copy, declared=settled.declared)
+def _bucket(source: Source, owned: Ownership, key: int | None, maximum: bool) -> Bucket:
+    weight = 1.0 if owned.split or maximum else 1.0 / len(owned.holders)
+    return Bucket(source.group, key, weight)
 
 
 def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -282,7 +284,7 @@ def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
 
 
 def _warn_if_uncertain(
-    planner: Planner, known: set[tuple[int, ...]], undeclared: tuple[Source, Tensor] | None
+    planner: Planner, known: Iterable[tuple[int, ...]], undeclared: tuple[Source, Tensor] | None
 ) -> None:
     """Warn where this rank's meshes say nothing about some ranks of the group."""
     others = sorted(planner.group - set().union(*known))

@@ -140,8 +140,8 @@ def test_a_mesh_that_is_nobodys_sub_mesh_stands_for_itself():
 def test_names_decide_which_tiles_hold_copies():
     root = mesh_of(4)
     where = place(Mesh((0, 1), (2,)), (False,), root, 0)
-    assert own(where, frozenset(range(4)), lambda tile: False).holders == (0,)
-    assert own(where, frozenset(range(4)), lambda tile: True).holders == (0, 2)
+    assert own(where, frozenset(range(4)), frozenset({0, 1})).holders == (0,)
+    assert own(where, frozenset(range(4)), frozenset(range(4))).holders == (0, 2)
 
 
 def test_copies_outside_the_group_do_not_count():
