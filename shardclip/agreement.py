@@ -48,7 +48,8 @@ def agree(value: Any, world: World) -> list[Any]:
     mine = world.ranks.index(world.rank)
     first = digests.index(digests[mine]) == mine
     told = reduce.gather(packed if first else None, world)
-    values = {d: pickle.loads(v) for d, v in zip(digests, told, strict=True) if v is not None}
+    kept = {d: v for d, v in zip(digests, told, strict=True) if v is not None}
+    values = {digest: pickle.loads(v) for digest, v in kept.items()}
     return [values[digest] for digest in digests]
 
 
