@@ -2,7 +2,6 @@
 
 import hashlib
 import pickle
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -132,9 +131,9 @@ def _describe(
         unnamed[domain] += 1
     elif owned is not None and owned.stage is not None:
         shape = tuple(source.parameter.shape)
-    digest = zlib.crc32(repr(domain).encode())
     stage = None if owned is None else owned.stage
-    identity = _Identity(label, min(domain, default=-1), len(domain), digest, stage, shape)
+    lowest = domain[0] if domain else -1
+    identity = _Identity(label, lowest, len(domain), planner.digest(domain), stage, shape)
     copied = owned is not None and len(owned.holders) > 1
     return _Described(identity, source.name, source.owner, copied)
 

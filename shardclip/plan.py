@@ -144,6 +144,7 @@ class Planner:
         self.group = frozenset(world.ranks)
         self.everyone = tuple(sorted(world.ranks))
         self._owned: dict[tuple[int, int], tuple[object, object, Ownership]] = {}
+        self._digests: dict[int, tuple[tuple[int, ...], int]] = {}
         self._domains: dict[tuple[int, ...], tuple[int, ...]] = {self.everyone: self.everyone}
 
     def settle_one(self, source: Source, tensor: Tensor) -> Settled:
@@ -186,11 +187,11 @@ class Planner:
             holders = tuple(sorted(self.group & (having | {self.world.rank})))
         return Ownership(holders, holders, split=False)
 
-    def base(self, owned: Ownership) -> int:
-        """Spread tensors of different sets of ranks over the slots."""
-        if owned.domain is self.everyone:
-            return 0
-        return zlib.crc32(repr(owned.domain).encode())
+    def digest(self, domain: tuple[int, ...]) -> int:
+        """Return a number for a set of ranks, the same on every rank; 0 for the whole group."""
+        if id(domain) not in self._digests:
+            self._digests[id(domain)] = domain, zlib.crc32(repr(domain).encode())
+        return 0 if domain is self.everyone else self._digests[id(domain)][1]
 
 
 def make(
@@ -235,7 +236,7 @@ def make(
             undeclared = source, tensor
         domain = id(owned.domain)
         if domain not in bases:
-            bases[domain] = planner.base(owned) if numbers is None else 0
+            bases[domain] = planner.digest(owned.domain) if numbers is None else 0
         number = counted[domain] if numbers is None else numbers[index]
         counted[domain] += 1
         if grad is None:
