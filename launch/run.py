@@ -94,15 +94,19 @@ class _Launcher:
             return self._failed(error)
         finally:
             self._over.set()
-            failed = self._local_first is not None or self._store.first is not None
-            self._store.leave(5.0 if failed else 2.0)
+            self._store.stop()
             shutil.rmtree(self._private, ignore_errors=True)
 
     def _run_agent(self) -> None:
         # torch logs each follow-up error with a stack; what matters is printed at the end
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        quiet = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR"
         from torch.distributed.run import parse_args  # noqa: PLC0415 - login nodes have no torch
         from torch.distributed.run import run as torchrun  # noqa: PLC0415
+
+        if quiet:
+            # read once, while torch loads; the ranks keep their own
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
 
         control = str(self._private / "control")
         arguments = torchrun_arguments(self._options, self._plan, self._port, control)

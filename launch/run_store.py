@@ -1,5 +1,6 @@
 """The run's store, seen by the launchers: who is there, and which rank failed first."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class RunStore:
         self._answered = time.monotonic()
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._done: set[int] = set()
-        self._own_done = False
+        self._stopped = threading.Event()
         self.first: Failure | None = None
         self.joined = threading.Event()
         self._started = time.monotonic()
@@ -56,15 +57,11 @@ class RunStore:
             self._answered = time.monotonic()
         self.joined.set()
         beat = 0
-        while True:
-            try:
+        while not self._stopped.wait(_BEAT if beat else 0.0):
+            # where the store is cut off or gone, silent_hosts() tells since when
+            with contextlib.suppress(Exception):
                 self._exchange(store, beat)
-            except Exception:
-                # the store is cut off or gone; silent_hosts() tells since when
-                time.sleep(_BEAT)
-                continue
             beat += 1
-            time.sleep(_BEAT)
 
     def _exchange(self, store: Any, beat: int) -> None:
         own = self._plan.node_rank
@@ -122,6 +119,10 @@ class RunStore:
         if plan.node_rank != 0:
             return [] if self.joined.is_set() else [plan.host_name(0)]
         return [plan.host_name(node) for node in range(1, plan.nnodes) if node not in self._beats]
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._stopped.set()
 
     def leave(self, patience: float) -> None:
         """Say that this host is done; on host 0 wait for the others, which still need the store."""
