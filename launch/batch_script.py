@@ -39,7 +39,8 @@ step=$!
 
 # A notice to this shell goes on to the ranks. The file stays for those that still import.
 interrupted=no
-# shellcheck disable=SC2317  # the traps call it
+# the traps call it
+# shellcheck disable=SC2317,SC2329
 notice() {
   interrupted=yes
   : > "$SHARDCLIP_STOP_FILE"
@@ -87,6 +88,10 @@ def render(options: BatchOptions, show: Callable[[str, str], str] | None = None)
     """
     _validate(options)
     lines = ["#!/usr/bin/env bash", *_directives(options), "#", *_comment(options)]
+    typed = " ".join([*options.command, *options.env.values(), options.run_dir, options.python])
+    if "$" in typed or "`" in typed:
+        # standing before the first command it holds for the whole file
+        lines += ["# quoted so that nothing expands", "# shellcheck disable=SC2016"]
     lines += ["set -uo pipefail", "", *_settings(options)]
     for name, value in options.env.items():
         lines.append(f"export {name}={for_shell(show(name, value) if show else value)}")
@@ -170,11 +175,7 @@ def _settings(options: BatchOptions) -> list[str]:
 
 def _command(options: BatchOptions) -> list[str]:
     if options.command:
-        # a `$` in single quotes is meant to stay
-        return [
-            "# shellcheck disable=SC2016",
-            "set -- " + " ".join(for_shell(word) for word in options.command),
-        ]
+        return ["set -- " + " ".join(for_shell(word) for word in options.command)]
     return [
         'if [ "$#" -eq 0 ]; then',
         f'  echo "usage: sbatch [options] {options.launcher}.sbatch SCRIPT [ARGS...]" >&2',

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 _KEPT = 200
 # a progress bar ends its line with a carriage return alone
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class RankLog:
@@ -43,16 +43,19 @@ class RankLog:
         rest = b""
         while chunk := os.read(stream.fileno(), 65536):
             rest += chunk
-            end = 0
-            for match in _LINE.finditer(rest):
-                # `\r` at the very end may be half of `\r\n`
-                if match[0].endswith(b"\r") and match.end() == len(rest) and len(chunk) == 65536:
-                    break
-                self._line(match[0], screen, keep)
-                end = match.end()
-            rest = rest[end:]
+            begin = 0
+            for match in _LINE_END.finditer(rest):
+                self._line(rest[begin : match.end()], screen, keep)
+                begin = match.end()
+            rest = rest[begin:]
         if rest:
             self._line(rest + b"\n", screen, keep)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._screen_lock:
+            self._screen_lock.close()
 
     def _line(self, line: bytes, screen: int, keep: bool) -> None:
         with self._mutex:

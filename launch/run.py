@@ -42,7 +42,7 @@ def run(options: RunOptions, environ: Mapping[str, str]) -> int:
     plan = make_plan(options, hosts, environ, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     if options.dry_run:
         arguments = torchrun_arguments(options, plan, plan.master_port or 0, "SOCKET")
-        print("torchrun " + shlex.join(arguments))
+        print(_wrapped(["torchrun", *arguments]))
         return OK
     for warning in plan.warnings:
         _say(warning)
@@ -56,6 +56,16 @@ def run(options: RunOptions, environ: Mapping[str, str]) -> int:
         for name in ("first-failure", "exit-code"):
             (plan.run_dir / name).unlink(missing_ok=True)
     return _Launcher(options, plan, port).run()
+
+
+def _wrapped(words: list[str], width: int = 78) -> str:
+    """Write a command for a shell, on as many lines as it takes."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n  ".join(lines)
 
 
 def _say(text: str) -> None:

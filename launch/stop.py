@@ -1,5 +1,6 @@
 """A notice to stop, for the training loop: seen by one rank, agreed on by all."""
 
+import atexit
 import os
 import signal
 import threading
@@ -79,12 +80,18 @@ class StopSignal:
             # children inherit this thread's mask, and a blocked signal ends none of them
             signal.pthread_sigmask(signal.SIG_BLOCK, shielded)
         os.register_at_fork(after_in_child=self._in_child)
+        atexit.register(self._at_exit)
 
     def _receive(self, shielded: list[signal.Signals], ready: threading.Event) -> None:
         """Be the thread to which the shielded signals are delivered."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, shielded)
         ready.set()
         self._closed.wait()
+
+    def _at_exit(self) -> None:
+        # a second notice may come while Python, ending, gives signals their default: death
+        for number in self._signals if not self._closed.is_set() else ():
+            signal.signal(number, signal.SIG_IGN)
 
     def _in_child(self) -> None:
         if signal.SIGTERM in self._previous and not self._closed.is_set():
