@@ -23,7 +23,10 @@ def for_shell(text: str) -> str:
 
 
 def for_sbatch(option: str, text: str) -> str:
-    """Escape a value for an #SBATCH line, where sbatch splits words as a shell does.
+    """Quote a value for an #SBATCH line, which sbatch splits by rules of its own.
+
+    A backslash protects a quote and itself but no blank; `#` starts a comment outside of quotes;
+    nothing expands.
 
     Raises:
         LaunchError: the value has a line break or another control character.
@@ -33,7 +36,9 @@ def for_sbatch(option: str, text: str) -> str:
             f"--{option}={text!r}: a line break or control character cannot stand in an "
             "#SBATCH line; leave it out"
         )
-    return re.sub(r"([^\w@%+=:,./\[\]-])", r"\\\1", text, flags=re.ASCII)
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]+", text, flags=re.ASCII):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def redact(name: str, value: str) -> str:

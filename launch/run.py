@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from .control import ControlServer
 from .environment import detect_hosts
@@ -95,12 +96,12 @@ class _Launcher:
         self._store.start(self._options.join_timeout)
         if self._plan.nnodes > 1:
             threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
+            threading.Thread(target=self._watch_agent, name="agent", daemon=True).start()
         try:
             self._run_agent()
             return OK
-        except HostLostError:
-            raise
         except Exception as error:
+            self._over.set()
             return self._failed(error)
         finally:
             self._over.set()
@@ -122,7 +123,7 @@ class _Launcher:
         arguments = torchrun_arguments(self._options, self._plan, self._port, control)
         torchrun(parse_args(arguments))  # type: ignore[no-untyped-call]
 
-    def _failed(self, error: Exception) -> int:
+    def _failed(self, error: Exception | None) -> int:
         """Say last what failed first, and return its code."""
         first = self._store.first or self._local_first
         silent = self._lost or self._store.silent_hosts(_SILENT)
@@ -148,7 +149,7 @@ class _Launcher:
             record_exit_code(code)
         return code
 
-    def _raise_start_failure(self, error: Exception) -> None:
+    def _raise_start_failure(self, error: Exception | None) -> None:
         missing = self._store.missing_hosts()
         if missing and self._plan.nnodes > 1:
             raise HostLostError(
@@ -156,7 +157,8 @@ class _Launcher:
                 f"not started, or {self._plan.master_addr} port {self._port} is not reachable "
                 f"from there ({type(error).__name__}: {str(error).splitlines()[0]})"
             ) from error
-        raise error
+        if error is not None:
+            raise error
 
     # what the guards, the store and the watch say
 
@@ -185,6 +187,23 @@ class _Launcher:
                     _say(f"host {host} has not answered for {seconds:.0f} s; ending the run")
                 self._control.tell({"end": 0.0}, keep=True)
 
+    def _watch_agent(self) -> None:
+        """Finish in the agent's place where it waits for minutes for a store that is cut off."""
+        idle = 0
+        while idle < 3:
+            if self._over.wait(0.5):
+                return
+            failed = self._lost or (self._local_first and self._options.max_restarts == 0)
+            idle = idle + 1 if failed and self._control.connected == 0 else 0
+        if self._store.silent_hosts(_SILENT):
+            self._leave(self._failed(None))
+
+    def _leave(self, code: int) -> NoReturn:
+        # the guards see the end of their line and end their ranks
+        shutil.rmtree(self._private, ignore_errors=True)
+        sys.stdout.flush()
+        os._exit(code)
+
     # signals
 
     def _serve_signals(self) -> None:
@@ -212,8 +231,6 @@ class _Launcher:
         path.touch()
 
     def _give_up(self, number: signal.Signals) -> None:
-        # the guards see the end of their line and end their ranks
         _say(f"ended by {number.name}")
-        shutil.rmtree(self._private, ignore_errors=True)
         record_exit_code(128 + number)
-        os._exit(128 + number)
+        self._leave(128 + number)

@@ -84,7 +84,7 @@ class RunStore:
     def record(self, failure: Failure) -> Failure:
         """Record a failure unless another was first; returns the first, or this without a store."""
         store = self._store
-        if store is None or self._plan.nnodes == 1:
+        if store is None or self._plan.nnodes == 1 or self._cut_off():
             return failure
         answer: list[Failure] = []
 
@@ -113,6 +113,10 @@ class RunStore:
                 silent[self._plan.host_name(node)] = since
         return silent
 
+    def _cut_off(self) -> bool:
+        """Tell whether the store has stopped answering: to ask it would only take time."""
+        return self._plan.node_rank != 0 and bool(self.silent_hosts(_PATIENCE.total_seconds()))
+
     def missing_hosts(self) -> list[str]:
         """Return the hosts that never joined."""
         plan = self._plan
@@ -127,7 +131,7 @@ class RunStore:
     def leave(self, patience: float) -> None:
         """Say that this host is done; on host 0 wait for the others, which still need the store."""
         store, plan = self._store, self._plan
-        if store is None or plan.nnodes == 1:
+        if store is None or plan.nnodes == 1 or self._cut_off():
             return
 
         def say() -> None:

@@ -101,7 +101,7 @@ def test_preempted_it_saves_is_requeued_and_resumes(job, leftovers):
         "-N3", "-n1", EXAMPLE, "--steps=60", "--pause=0.25", "--checkpoint=ck"
     )  # fmt: skip
     job.wait_for("step 5 ")
-    job.login("srun", "--partition=urgent", "-N2", "--immediate=60", "sleep", "1")
+    job.login("srun", "--partition=urgent", "-N3", "--exclusive", "sleep", "1")
     state, code, restarts = job.wait(240)
     assert (state, code) == ("COMPLETED", 0)
     assert restarts >= 1
@@ -258,7 +258,7 @@ def test_two_hosts_by_hand_and_the_link_is_cut(minicluster, leftovers, tmp_path,
         minicluster("link", "n2", "up")
         for process in processes:
             process.kill()
-    assert seconds < timeout + 10
+    assert seconds < timeout + 10, outputs
     assert all(process.returncode not in {0, None} for process in processes)
     assert "host node 1 has not answered" in outputs[0]
     assert "host n1 (node 0) has not answered" in outputs[1]
