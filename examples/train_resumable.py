@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from shardclip.launch import StopSignal, init_distributed
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
-from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +39,11 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     latest = path / "latest"
     if not latest.exists():
         return 0
+    # imported where it is used: this takes as long as importing torch
+    from torch.distributed.checkpoint.state_dict_loader import (  # noqa: PLC0415
+        load as load_checkpoint,
+    )
+
     step = int(latest.read_text())
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     load_checkpoint(state, checkpoint_id=path / f"step-{step}")
@@ -51,6 +54,10 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 def save(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Save a checkpoint, and only then name it as the latest."""
+    from torch.distributed.checkpoint.state_dict_saver import (  # noqa: PLC0415
+        save as save_checkpoint,
+    )
+
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     save_checkpoint(state, checkpoint_id=path / f"step-{step}")
     if dist.get_rank() == 0:

@@ -142,7 +142,10 @@ def torchrun_arguments(options: RunOptions, plan: Plan, port: int, control: str)
     ]
     if options.rdzv_backend == "c10d":
         # arrival must not decide who hosts the store, nor a name's look
-        conf += [f"is_host={'true' if plan.node_rank == 0 else 'false'}", "join_timeout=600"]
+        conf += [
+            f"is_host={'true' if plan.node_rank == 0 else 'false'}",
+            f"join_timeout={int(options.join_timeout)}",
+        ]
         arguments += [
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={endpoint(plan.master_addr, port)}",
@@ -153,7 +156,9 @@ def torchrun_arguments(options: RunOptions, plan: Plan, port: int, control: str)
             f"--master-addr={plan.master_addr}",
             f"--master-port={port}",
         ]
-    arguments += [f"--rdzv-conf={','.join(conf)}", "--no-python"]
+    # torch leaves its own log directory behind; this one goes with the socket
+    torch_logs = Path(control).with_name("torch")
+    arguments += [f"--rdzv-conf={','.join(conf)}", f"--log-dir={torch_logs}", "--no-python"]
     guard = [
         sys.executable, "-u", "-m", "shardclip.launch.guard",
         f"--control={control}", f"--log-dir={plan.log_dir}", f"--tee={options.tee}",

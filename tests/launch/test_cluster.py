@@ -98,7 +98,7 @@ def test_a_killed_rank(job, leftovers):
 
 def test_preempted_it_saves_is_requeued_and_resumes(job, leftovers):
     job.submit(
-        "-N3", "-n1", EXAMPLE, "--steps=60", "--pause=0.25", "--checkpoint=ck"
+        "-N3", "-n1", EXAMPLE, "--steps=40", "--pause=0.3", "--checkpoint=ck"
     )  # fmt: skip
     job.wait_for("step 5 ")
     job.login("srun", "--partition=urgent", "-N3", "--exclusive", "sleep", "1")
@@ -107,11 +107,11 @@ def test_preempted_it_saves_is_requeued_and_resumes(job, leftovers):
     assert restarts >= 1
     stopped = re.search(r"stopped at step (\d+); requeue 1 of 3", job.output)
     assert stopped
-    assert 5 < int(stopped[1]) < 60
+    assert 5 < int(stopped[1]) < 40
     resumed = losses(job.output)
-    assert len(resumed) == 60
+    assert len(resumed) == 40
     whole = job.login(
-        sys.executable, "-m", "shardclip.launch", "run", "-n3", EXAMPLE, "--steps=60",
+        sys.executable, "-m", "shardclip.launch", "run", "-n3", EXAMPLE, "--steps=40",
         "--checkpoint=whole",
     )  # fmt: skip
     assert losses(whole.stdout) == resumed
@@ -143,7 +143,7 @@ def test_usr1_to_the_batch_shell_alone(job, leftovers):
 
 def test_a_node_loses_power_and_the_job_goes_on_elsewhere(job, minicluster, leftovers):
     job.submit(
-        "-N2", "-n1", EXAMPLE, "--steps=40", "--pause=0.2", "--save-every=5", "--checkpoint=ck",
+        "-N2", "-n1", EXAMPLE, "--steps=25", "--pause=0.3", "--save-every=5", "--checkpoint=ck",
         "--timeout=20",
     )  # fmt: skip
     job.wait_for("step 6 ")
@@ -153,7 +153,7 @@ def test_a_node_loses_power_and_the_job_goes_on_elsewhere(job, minicluster, left
     finally:
         minicluster("node-start", "n2")
     assert job.output.endswith("done\n")
-    assert len(set(losses(job.output))) == 40
+    assert len(set(losses(job.output))) == 25
     restarted = sorted(path.name for path in job.run_dir.glob("*restart1.log"))
     assert restarted == ["n1-rank0-restart1.log", "n3-rank1-restart1.log"]
     leftovers.assert_none()

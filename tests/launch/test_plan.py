@@ -43,10 +43,10 @@ def test_ranks_that_share_a_core_are_warned_of(monkeypatch):
 
 def test_slurm_gives_rank_and_address():
     words = arguments(RunOptions(nproc_per_node=2, command=("a b.py", "-x")), SLURM)
-    assert words[:9] == [
+    assert words[:10] == [
         "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=12.0.0", "--max-restarts=0",
         "--node-rank=1", "--master-addr=n1", "--master-port=4000", "--rdzv-conf=timeout=300",
-        "--no-python",
+        "--log-dir=/x/torch", "--no-python",
     ]  # fmt: skip
     assert words[-3:] == ["--", "a b.py", "-x"]
     assert shlex.split(shlex.join(words)) == words
