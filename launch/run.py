@@ -18,7 +18,7 @@ from typing import NoReturn
 from .control import ControlServer
 from .environment import detect_hosts
 from .errors import HOST_LOST, OK, HostLostError
-from .failure import Failure
+from .failure import Failure, exit_code, reason
 from .options import RunOptions
 from .plan import Plan, make_plan, torchrun_arguments
 from .processes import block_signals, spread, watch_signals
@@ -67,6 +67,15 @@ def _wrapped(words: list[str], width: int = 78) -> str:
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
     return " \\\n  ".join(lines)
+
+
+def _unreported(error: Exception | None) -> Failure | None:
+    """Return the failure that the agent saw of a rank whose guard could not report."""
+    if not hasattr(error, "get_first_failure"):
+        return None
+    rank, seen = error.get_first_failure()
+    how = f"failed: its guard {reason(seen.exitcode)}"
+    return Failure(socket.gethostname(), rank, exit_code(seen.exitcode), how)
 
 
 def _say(text: str) -> None:
@@ -125,7 +134,7 @@ class _Launcher:
 
     def _failed(self, error: Exception | None) -> int:
         """Say last what failed first, and return its code."""
-        first = self._store.first or self._local_first
+        first = self._store.first or self._local_first or _unreported(error)
         silent = self._lost or self._store.silent_hosts(_SILENT)
         if first is None:
             if not self._lost:

@@ -47,6 +47,11 @@ class Leftovers:
                         found.append((int(path.name), words))
         return found
 
+    def kill(self):
+        for pid, _ in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
     def assert_none(self, seconds=20.0):
         end = time.monotonic() + seconds
         while self.processes() and time.monotonic() < end:
@@ -58,9 +63,7 @@ class Leftovers:
 def leftovers():
     made = Leftovers()
     yield made
-    left = made.processes()
-    for pid, _ in left:
-        os.kill(pid, 9)
+    made.kill()
 
 
 class Cluster:

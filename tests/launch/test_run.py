@@ -40,6 +40,8 @@ def start(tmp_path, leftovers):
     yield launch
     for process in processes:
         process.kill()
+        # whoever is left holds the pipes
+        leftovers.kill()
         process.communicate()
 
 
@@ -125,18 +127,26 @@ def test_sigkill_of_the_launcher_leaves_no_rank(start, tmp_path, leftovers):
     wait_for(log(tmp_path, 1), "rank 1")
     assert len(leftovers.processes()) >= 5
     process.kill()
-    process.communicate()
+    process.wait()
     leftovers.assert_none(5)
 
 
 def test_sigkill_of_a_guard_ends_its_rank(start, tmp_path, leftovers):
     process = start("-n", "2", script=("ranks.py", "plain", "1"))
-    wait_for(log(tmp_path, 1), "rank 1")
+    for rank in (0, 1):
+        wait_for(log(tmp_path, rank), f"rank {rank}")
     guards = [pid for pid, words in leftovers.processes() if "launch.guard" in words]
     assert len(guards) == 2
+    ranks = [pid for pid, words in leftovers.processes() if "-u " + str(HERE) in words]
     os.kill(guards[0], signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode not in {0, None}
+    # at once, not only when the launcher has ended the rest
+    end = time.monotonic() + 2
+    while time.monotonic() < end and all(Path(f"/proc/{pid}/cmdline").exists() for pid in ranks):
+        time.sleep(0.01)
+    assert len(ranks) == 2
+    assert not all(Path(f"/proc/{pid}/stat").exists() for pid in ranks)
+    assert process.wait(60) == 137
+    assert "guard was killed by SIGKILL" in process.stderr.read()
     leftovers.assert_none(5)
 
 
