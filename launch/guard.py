@@ -55,6 +55,7 @@ class Guard:
         self._ending = _Ending()
         self._link = GuardLink(options.control, self._events) if options.control else None
         self._parent = os.getppid()
+        self._peer_failed = False
 
     def run(self) -> int:
         """Run the rank to its end; returns its exit code."""
@@ -142,6 +143,7 @@ class Guard:
 
     def _end(self, delay: float) -> None:
         """End the rank since the run has failed elsewhere; its own error may come first."""
+        self._peer_failed = True
         at = time.monotonic() + delay
         self._ending = _Ending(deadline=at + _END_GRACE, terminate_at=at)
 
@@ -158,6 +160,9 @@ class Guard:
         if returncode == 0:
             return 0
         rank.kill_group()
+        if self._peer_failed and returncode < 0:
+            # ended by this guard: no failure of its own
+            return exit_code(returncode)
         late = self._ending.cause != "" and returncode == -signal.SIGKILL
         failure = Failure(
             host=socket.gethostname(),

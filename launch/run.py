@@ -71,9 +71,10 @@ def _wrapped(words: list[str], width: int = 78) -> str:
 
 def _unreported(error: Exception | None) -> Failure | None:
     """Return the failure that the agent saw of a rank whose guard could not report."""
-    if not hasattr(error, "get_first_failure"):
+    ask = getattr(error, "get_first_failure", None)
+    if ask is None:
         return None
-    rank, seen = error.get_first_failure()
+    rank, seen = ask()
     how = f"failed: its guard {reason(seen.exitcode)}"
     return Failure(socket.gethostname(), rank, exit_code(seen.exitcode), how)
 
