@@ -1,6 +1,5 @@
 """`shardclip-launch run`: one torchrun agent in this process, and what torchrun leaves out."""
 
-import logging
 import os
 import queue
 import shlex
@@ -109,6 +108,7 @@ class _Launcher:
             threading.Thread(target=self._watch_agent, name="agent", daemon=True).start()
         try:
             self._run_agent()
+            self._store.leave(5.0)
             return OK
         except Exception as error:
             self._over.set()
@@ -120,14 +120,15 @@ class _Launcher:
 
     def _run_agent(self) -> None:
         # torch logs each follow-up error with a stack; what matters is printed at the end
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        quiet = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR"
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL"}
+        quiet = {name: level for name, level in quiet.items() if name not in os.environ}
+        os.environ.update(quiet)
         from torch.distributed.run import parse_args  # noqa: PLC0415 - login nodes have no torch
         from torch.distributed.run import run as torchrun  # noqa: PLC0415
 
-        if quiet:
-            # read once, while torch loads; the ranks keep their own
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        # read once, while torch loads; the ranks keep their own
+        for name in quiet:
+            del os.environ[name]
 
         control = str(self._private / "control")
         arguments = torchrun_arguments(self._options, self._plan, self._port, control)

@@ -43,9 +43,10 @@ class RunStore:
         import torch.distributed as dist  # noqa: PLC0415 - login nodes have no torch
 
         try:
+            # on the head this is the agent's own server, kept until the last host has left
             raw = dist.TCPStore(  # type: ignore[attr-defined]
-                self._plan.master_addr, self._port, None, False,
-                timedelta(seconds=patience), wait_for_workers=False,
+                self._plan.master_addr, self._port, None, self._plan.node_rank == 0,
+                timedelta(seconds=patience), wait_for_workers=False, multi_tenant=True,
             )  # fmt: skip
         except Exception:
             # the agent says why; silent_hosts() names the head

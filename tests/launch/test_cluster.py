@@ -229,17 +229,22 @@ def test_following_a_job_ends_with_its_code(job, leftovers):
     leftovers.assert_none()
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_hosts_by_hand_and_the_link_is_cut(minicluster, leftovers, tmp_path, backend):
+@pytest.mark.parametrize(
+    ("backend", "timeout", "host_timeout"),
+    [("static", 15, 60), ("c10d", 15, 60), ("static", 300, 8)],
+    ids=["static", "c10d", "host-timeout"],
+)
+def test_two_hosts_by_hand_and_the_link_is_cut(  # noqa: PLR0917
+    minicluster, leftovers, tmp_path, backend, timeout, host_timeout
+):
     minicluster.drain()
-    timeout = 15
     processes = [
         minicluster.popen(
             "on", f"n{node + 1}", "env", "-C", tmp_path, f"{leftovers.variable}=1",
             f"RANKS_TIMEOUT={timeout}", f"SHARDCLIP_RUN_DIR={tmp_path / str(node)}",
             sys.executable, "-m", "shardclip.launch", "run", "-n1", "--nnodes=2",
             f"--node-rank={node}", "--master-addr=n1", "--master-port=29512",
-            f"--rdzv-backend={backend}", RANKS, "sum", "0",
+            f"--rdzv-backend={backend}", f"--host-timeout={host_timeout}", RANKS, "sum", "0",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for node in (0, 1)
@@ -258,8 +263,13 @@ def test_two_hosts_by_hand_and_the_link_is_cut(minicluster, leftovers, tmp_path,
         minicluster("link", "n2", "up")
         for process in processes:
             process.kill()
-    assert seconds < timeout + 10, outputs
-    assert all(process.returncode not in {0, None} for process in processes)
+    if host_timeout < timeout:
+        # ranks that hang in a collective are killed 10 s after they were asked to end
+        assert seconds < host_timeout + 10 + 10, outputs
+        assert [process.returncode for process in processes] == [74, 74]
+    else:
+        assert seconds < timeout + 10, outputs
+        assert [process.returncode for process in processes] == [1, 1]
     assert "host node 1 has not answered" in outputs[0]
     assert "host n1 (node 0) has not answered" in outputs[1]
     leftovers.assert_none()

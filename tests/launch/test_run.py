@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -190,6 +191,20 @@ def test_stopped_anywhere_it_resumes_with_the_same_losses(start, tmp_path, lefto
     assert "done" not in output
     assert 6 <= len(first) < 30
     assert first + second == whole
+    leftovers.assert_none()
+
+
+def test_ipv6_head_address(start, leftovers):
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    process = start(
+        "-n", "2", "--master-addr", "::1", script=("ranks.py", "sum", "0"), RANKS_STEPS="0"
+    )
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "rank 0 sum 2\n"), errors
     leftovers.assert_none()
 
 
