@@ -102,7 +102,6 @@ class _Launcher:
         """Run the agent; returns the run's exit code."""
         watch_signals(self._events)
         threading.Thread(target=self._serve_signals, name="notices", daemon=True).start()
-        self._store.start(self._options.join_timeout)
         if self._plan.nnodes > 1:
             threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
             threading.Thread(target=self._watch_agent, name="agent", daemon=True).start()
@@ -130,6 +129,7 @@ class _Launcher:
         for name in quiet:
             del os.environ[name]
 
+        self._store.start(self._options.join_timeout)
         control = str(self._private / "control")
         arguments = torchrun_arguments(self._options, self._plan, self._port, control)
         torchrun(parse_args(arguments))  # type: ignore[no-untyped-call]
