@@ -1,5 +1,6 @@
 """`shardclip-launch run`: one torchrun agent in this process, and what torchrun leaves out."""
 
+import logging
 import os
 import queue
 import shlex
@@ -68,6 +69,15 @@ def _wrapped(words: list[str], width: int = 78) -> str:
     return " \\\n  ".join(lines)
 
 
+def _quieten() -> None:
+    """Keep torch from logging each follow-up error; what matters is printed at the end."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in ("torch.distributed.elastic", *logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _unreported(error: Exception | None) -> Failure | None:
     """Return the failure that the agent saw of a rank whose guard could not report."""
     ask = getattr(error, "get_first_failure", None)
@@ -118,17 +128,16 @@ class _Launcher:
             shutil.rmtree(self._private, ignore_errors=True)
 
     def _run_agent(self) -> None:
-        # torch logs each follow-up error with a stack; what matters is printed at the end
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL"}
-        quiet = {name: level for name, level in quiet.items() if name not in os.environ}
-        os.environ.update(quiet)
+        quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+        if quiet:
+            os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         from torch.distributed.run import parse_args  # noqa: PLC0415 - login nodes have no torch
         from torch.distributed.run import run as torchrun  # noqa: PLC0415
 
-        # read once, while torch loads; the ranks keep their own
-        for name in quiet:
-            del os.environ[name]
-
+        if quiet:
+            # read once, while torch loads; the ranks keep their own
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        _quieten()
         self._store.start(self._options.join_timeout)
         control = str(self._private / "control")
         arguments = torchrun_arguments(self._options, self._plan, self._port, control)

@@ -74,6 +74,7 @@ def test_exit_code_is_the_first_failing_ranks(start, tmp_path, leftovers, does, 
     assert process.returncode == code
     assert output == "rank 0 sum 2\n"
     # rank 0's follow-up error is shown, but does not stand last
+    assert not re.search(r"^[EW]\d{4} ", errors, re.MULTILINE), errors
     last = errors[errors.index("shardclip-launch: first failure") :]
     assert last.startswith(f"shardclip-launch: first failure: rank 1 on {os.uname().nodename} ")
     assert said in last
