@@ -34,7 +34,7 @@ lint: $(READY)  ## ruff, mypy and import-linter
 	$(BIN)/lint-imports
 
 unit: $(READY)  ## every test, in parallel
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 bench: $(READY)  ## time shardclip beside torch on the same gradients
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,275 @@
+"""The launcher on a real Slurm cluster of three nodes, each a host of its own."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+RANKS = HERE / "ranks.py"
+EXAMPLE = HERE.parents[1] / "examples" / "train_resumable.py"
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.xdist_group("cluster"),
+    pytest.mark.timeout(300),
+]
+
+
+def losses(text):
+    return re.findall(r"step \d+ loss \S+", text)
+
+
+def last_report(output):
+    return output[output.rindex("shardclip-launch: first failure") :]
+
+
+def test_check(job, leftovers):
+    words = [sys.executable, "-m", "shardclip.launch", "check", "-n", "2", "--json"]
+    done = job.login("salloc", "-N2", "--ntasks-per-node=1", *words, check=False)
+    report = json.loads(done.stdout)
+    seen = [(facts["rank"], facts["host"], facts["local_rank"]) for facts in report["ranks"]]
+    assert seen == [(0, "n1", 0), (1, "n1", 1), (2, "n2", 0), (3, "n2", 1)]
+    checks = {finding["check"]: finding for finding in report["checks"]}
+    norm = checks.pop("gradient norm")
+    assert all(finding["ok"] for finding in checks.values()), checks
+    assert "reached from 2 host(s)" in checks["head address"]["text"]
+    assert (done.returncode == 0) == norm["ok"]
+    if not norm["ok"]:
+        assert "shardclip could not run: ModuleNotFoundError" in norm["text"]
+        assert "gradient norm: at fault: n1, n2" in done.stderr
+    leftovers.assert_none()
+
+
+def test_check_names_the_host_that_does_not_answer(job, leftovers):
+    python = f"{sys.executable} -m shardclip.launch check -n 1 --timeout 8"
+    script = f"[ $SLURM_NODEID = 1 ] && exec sleep 60; exec {python}"
+    begin = time.monotonic()
+    done = job.login(
+        "srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "bash", "-c", script,
+        check=False,
+    )  # fmt: skip
+    assert time.monotonic() - begin < 60
+    assert done.returncode != 0
+    assert "host n2 did not join within 8 s" in done.stderr
+    leftovers.assert_none()
+
+
+def test_training_over_two_nodes_with_two_ranks_each(job, leftovers):
+    job.submit("-N2", "-n2", EXAMPLE, "--steps=12", "--checkpoint=ck")
+    assert job.wait() == ("COMPLETED", 0, 0)
+    assert len(losses(job.output)) == 12
+    assert job.output.endswith("done\n")
+    logs = sorted(path.name for path in job.run_dir.glob("*.log"))
+    assert logs == [f"n{n}-rank{2 * n - 2 + i}-restart0.log" for n in (1, 2) for i in (0, 1)]
+    leftovers.assert_none()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_exit_code_of_the_rank_that_failed_first(job, leftovers, launcher):
+    job.submit("-N2", "-n2", f"--launcher={launcher}", RANKS, "exit", "3")
+    assert job.wait() == ("FAILED", 7, 0)
+    # the peers fail 0.2 s later with code 1, and srun ends with theirs
+    assert last_report(job.output).startswith(
+        "shardclip-launch: first failure: rank 3 on n2 exited with code 7\n"
+    )
+    leftovers.assert_none()
+
+
+def test_traceback_of_the_rank_that_failed_first_stands_last(job, leftovers):
+    job.submit("-N2", "-n1", RANKS, "raise", "1")
+    assert job.wait()[:2] == ("FAILED", 1)
+    report = last_report(job.output)
+    assert report.startswith("shardclip-launch: first failure: rank 1 on n2 exited with code 1\n")
+    assert "ValueError: the root cause" in report
+    assert "rank0" not in report
+    leftovers.assert_none()
+
+
+def test_a_killed_rank(job, leftovers):
+    job.submit("-N2", "-n1", RANKS, "kill", "0")
+    assert job.wait() == ("FAILED", 137, 0)
+    assert "rank 0 on n1 was killed by SIGKILL" in last_report(job.output)
+    leftovers.assert_none()
+
+
+def test_preempted_it_saves_is_requeued_and_resumes(job, leftovers):
+    job.submit(
+        "-N3", "-n1", EXAMPLE, "--steps=40", "--pause=0.3", "--checkpoint=ck"
+    )  # fmt: skip
+    job.wait_for("step 5 ")
+    job.login("srun", "--partition=urgent", "-N3", "--exclusive", "sleep", "1")
+    state, code, restarts = job.wait(240)
+    assert (state, code) == ("COMPLETED", 0)
+    assert restarts >= 1
+    stopped = re.search(r"stopped at step (\d+); requeue 1 of 3", job.output)
+    assert stopped
+    assert 5 < int(stopped[1]) < 40
+    resumed = losses(job.output)
+    assert len(resumed) == 40
+    whole = job.login(
+        sys.executable, "-m", "shardclip.launch", "run", "-n3", EXAMPLE, "--steps=40",
+        "--checkpoint=whole",
+    )  # fmt: skip
+    assert losses(whole.stdout) == resumed
+    leftovers.assert_none()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_usr1_while_ranks_import_and_the_requeue_limit(job, leftovers, launcher):
+    job.submit(
+        "-N2", "-n1", f"--launcher={launcher}", "--max-requeues=0", RANKS, "import-slowly", "0"
+    )
+    job.wait_for("rank 0 importing")
+    job.login("scancel", "--signal=USR1", job.id)
+    assert job.wait() == ("FAILED", 75, 0)
+    assert "rank 0 stops at step 0\n" in job.output
+    assert "stopped at step 0; requeued 0 times, the limit: submit again" in job.output
+    leftovers.assert_none()
+
+
+def test_usr1_to_the_batch_shell_alone(job, leftovers):
+    job.submit("-N2", "-n1", "--max-requeues=0", RANKS, "sum", "0")
+    job.wait_for("rank 0 sum 2")
+    job.login("scancel", "--batch", "--signal=USR1", job.id)
+    assert job.wait() == ("FAILED", 75, 0)
+    assert re.search(r"rank 0 stops at step \d+\n", job.output)
+    assert (job.run_dir / "stop").exists()
+    leftovers.assert_none()
+
+
+def test_a_node_loses_power_and_the_job_goes_on_elsewhere(job, minicluster, leftovers):
+    job.submit(
+        "-N2", "-n1", EXAMPLE, "--steps=25", "--pause=0.3", "--save-every=5", "--checkpoint=ck",
+        "--timeout=20",
+    )  # fmt: skip
+    job.wait_for("step 6 ")
+    minicluster("node-kill", "n2")
+    try:
+        assert job.wait(240) == ("COMPLETED", 0, 1)
+    finally:
+        minicluster("node-start", "n2")
+    assert job.output.endswith("done\n")
+    assert len(set(losses(job.output))) == 25
+    restarted = sorted(path.name for path in job.run_dir.glob("*restart1.log"))
+    assert restarted == ["n1-rank0-restart1.log", "n3-rank1-restart1.log"]
+    leftovers.assert_none()
+
+
+def test_an_occupied_port_is_named(job, minicluster, leftovers):
+    listen = "import socket, time; s = socket.create_server(('', 29511)); time.sleep(100)"
+    holder = minicluster.popen("on", "n1", sys.executable, "-c", listen)
+    try:
+        wait_until_listening(minicluster, "n1", 29511)
+        done = job.login(
+            "srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1",
+            sys.executable, "-m", "shardclip.launch", "run", "-n1", "--master-port=29511",
+            "--join-timeout=20", RANKS, "sum", "0", check=False,
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert "port 29511 on n1 cannot be bound" in done.stderr
+        # without a port one is found and published, whatever others listen on
+        job.submit("-N2", "-n1", RANKS, "sum", "0", RANKS_STEPS="1")
+        assert job.wait() == ("COMPLETED", 0, 0)
+    finally:
+        minicluster("on", "n1", "bash", "-c", "kill $(ss -tlnpH 'sport = :29511' | "
+                    "grep -o 'pid=[0-9]*' | cut -d= -f2)", check=False)  # fmt: skip
+        holder.wait(20)
+    leftovers.assert_none()
+
+
+def wait_until_listening(minicluster, node, port):
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if minicluster("on", node, "ss", "-tlnH", f"sport = :{port}").stdout.strip():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on {node}:{port}")
+
+
+def test_started_by_srun_alone_a_port_is_published(job, leftovers):
+    done = job.login(
+        "srun", "-N2", "--ntasks-per-node=2", sys.executable, RANKS, "sum", "0", RANKS_STEPS="0"
+    )
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} sum 4" for rank in range(4)]
+    leftovers.assert_none()
+
+
+def test_several_launchers_a_host_are_refused(job):
+    words = [sys.executable, "-m", "shardclip.launch", "run", RANKS, "sum", "0"]
+    done = job.login("srun", "-N1", "--ntasks-per-node=2", *words, check=False)
+    assert done.returncode == 2
+    assert "would fight for one port" in done.stderr
+
+
+def test_hostile_names_reach_slurm_and_the_ranks(job, leftovers, tmp_path):
+    name = "a 'b' \"c\" $HOME `id`; #x\\y"
+    script = tmp_path / 'it\'s $(touch pwned); "x".py'
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    words = ["two words", "$HOME", "a;b", "-n"]
+    job.submit("-N1", "-n1", f"--job-name={name}", script, *words)
+    shown = job.login("scontrol", "-o", "show", "job", job.id).stdout
+    assert f"JobName={name} " in shown
+    assert job.wait() == ("COMPLETED", 0, 0)
+    assert job.output == f"{words!r}\n"
+    assert not (tmp_path / "pwned").exists()
+    leftovers.assert_none()
+
+
+def test_following_a_job_ends_with_its_code(job, leftovers):
+    done = job.launch(
+        "slurm", "-N1", "-n1", "--time=5", f"--python={sys.executable}", "--wait", RANKS, "exit",
+        "0", check=False, WITHOUT_TORCH="1",
+    )  # fmt: skip
+    assert done.returncode == 7
+    assert "rank 0 on n1 exited with code 7" in done.stdout
+    leftovers.assert_none()
+
+
+@pytest.mark.parametrize(
+    ("backend", "timeout", "host_timeout"),
+    [("static", 15, 60), ("c10d", 15, 60), ("static", 300, 8)],
+    ids=["static", "c10d", "host-timeout"],
+)
+def test_two_hosts_by_hand_and_the_link_is_cut(  # noqa: PLR0917
+    minicluster, leftovers, tmp_path, backend, timeout, host_timeout
+):
+    minicluster.drain()
+    processes = [
+        minicluster.popen(
+            "on", f"n{node + 1}", "env", "-C", tmp_path, f"{leftovers.variable}=1",
+            f"RANKS_TIMEOUT={timeout}", f"SHARDCLIP_RUN_DIR={tmp_path / str(node)}",
+            sys.executable, "-m", "shardclip.launch", "run", "-n1", "--nnodes=2",
+            f"--node-rank={node}", "--master-addr=n1", "--master-port=29512",
+            f"--rdzv-backend={backend}", f"--host-timeout={host_timeout}", RANKS, "sum", "0",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    try:
+        logs = [tmp_path / str(n) / f"n{n + 1}-rank{n}-restart0.log" for n in (0, 1)]
+        end = time.monotonic() + 100
+        while not all(log.exists() and "sum 2" in log.read_text() for log in logs):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        minicluster("link", "n2", "down")
+        begin = time.monotonic()
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        seconds = time.monotonic() - begin
+    finally:
+        minicluster("link", "n2", "up")
+        for process in processes:
+            process.kill()
+    if host_timeout < timeout:
+        # ranks that hang in a collective are killed 10 s after they were asked to end
+        assert seconds < host_timeout + 10 + 10, outputs
+        assert [process.returncode for process in processes] == [74, 74]
+    else:
+        assert seconds < timeout + 10, outputs
+        assert [process.returncode for process in processes] == [1, 1]
+    assert "host node 1 has not answered" in outputs[0]
+    assert "host n1 (node 0) has not answered" in outputs[1]
+    leftovers.assert_none()

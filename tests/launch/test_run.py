@@ -1,0 +1,250 @@
+"""`shardclip-launch run` on this machine, with real ranks."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def start(tmp_path, leftovers):
+    """Start the launcher in a directory of its own."""
+    processes = []
+
+    def launch(*words, script=("ranks.py",), **environ):
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SLURM", "MASTER_", "SHARDCLIP")) and k != "OMP_NUM_THREADS"
+        }
+        where = {"SHARDCLIP_RUN_DIR": str(tmp_path / "run"), leftovers.variable: "1"}
+        command = [sys.executable, "-m", "shardclip.launch", "run", *words]
+        process = subprocess.Popen(
+            [*command, HERE / script[0], *script[1:]],
+            cwd=tmp_path, env=clean | where | environ, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        processes.append(process)
+        return process
+
+    yield launch
+    for process in processes:
+        process.kill()
+        # whoever is left holds the pipes
+        leftovers.kill()
+        process.communicate()
+
+
+def log(tmp_path, rank):
+    return tmp_path / "run" / f"{os.uname().nodename}-rank{rank}-restart0.log"
+
+
+def wait_for(path, text, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if path.exists() and text in path.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {text!r} in {path}: {path.exists() and path.read_text()}")
+
+
+@pytest.mark.parametrize(
+    ("does", "ends"),
+    [
+        ("exit", (7, "exited with code 7")),
+        ("kill", (137, "was killed by SIGKILL")),
+        ("raise", (1, "exited with code 1")),
+    ],
+)
+def test_exit_code_is_the_first_failing_ranks(start, tmp_path, leftovers, does, ends):
+    code, said = ends
+    process = start("-n", "2", script=("ranks.py", does, "1"), RANKS_TIMEOUT="20")
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == code
+    assert output == "rank 0 sum 2\n"
+    # rank 0's follow-up error is shown, but does not stand last
+    assert not re.search(r"^[EW]\d{4} ", errors, re.MULTILINE), errors
+    last = errors[errors.index("shardclip-launch: first failure") :]
+    assert last.startswith(f"shardclip-launch: first failure: rank 1 on {os.uname().nodename} ")
+    assert said in last
+    assert "rank0" not in last
+    if does == "raise":
+        assert "ValueError: the root cause" in last
+    assert (tmp_path / "run" / "exit-code").read_text() == f"{code}\n"
+    leftovers.assert_none()
+
+
+def test_term_is_a_notice_and_saved_ranks_exit_0(start, tmp_path, leftovers):
+    process = start("-n", "2", script=("ranks.py", "sum", "0"))
+    wait_for(log(tmp_path, 1), "sum 2")
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    steps = re.search(r"stops at step (\d+)", output)
+    assert steps
+    # the other rank stopped at the same step
+    assert f"stops at step {steps[1]}" in log(tmp_path, 1).read_text()
+    assert (tmp_path / "run" / "stopped").read_text() == f"{steps[1]}\n"
+    assert (tmp_path / "run" / "stop").exists()
+    leftovers.assert_none()
+
+
+def test_usr1_while_ranks_import_is_not_lost(start, tmp_path, leftovers):
+    process = start("-n", "2", "--tee", "all", script=("ranks.py", "import-slowly", "0"))
+    wait_for(log(tmp_path, 0), "importing")
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    host = os.uname().nodename
+    assert f"{host}:0 rank 0 stops at step 0\n" in output
+    assert f"{host}:1 rank 1 stops at step 0\n" in output
+    leftovers.assert_none()
+
+
+def test_ranks_that_do_not_stop_are_killed_after_the_grace_time(start, tmp_path, leftovers):
+    process = start("-n", "1", "--grace", "2", script=("ranks.py", "plain", "1"))
+    wait_for(log(tmp_path, 0), "rank 0")
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert 1.5 < time.monotonic() - begin < 20
+    assert "did not stop within 2 s of SIGTERM" in errors
+    leftovers.assert_none()
+
+
+def test_sigkill_of_the_launcher_leaves_no_rank(start, tmp_path, leftovers):
+    process = start("-n", "2", script=("ranks.py", "plain", "1"))
+    wait_for(log(tmp_path, 1), "rank 1")
+    assert len(leftovers.processes()) >= 5
+    process.kill()
+    process.wait()
+    leftovers.assert_none(5)
+
+
+def test_sigkill_of_a_guard_ends_its_rank(start, tmp_path, leftovers):
+    process = start("-n", "2", script=("ranks.py", "plain", "1"))
+    for rank in (0, 1):
+        wait_for(log(tmp_path, rank), f"rank {rank}")
+    guards = [pid for pid, words in leftovers.processes() if "launch.guard" in words]
+    assert len(guards) == 2
+    ranks = [pid for pid, words in leftovers.processes() if "-u " + str(HERE) in words]
+    os.kill(guards[0], signal.SIGKILL)
+    # at once, not only when the launcher has ended the rest
+    end = time.monotonic() + 2
+    while time.monotonic() < end and all(Path(f"/proc/{pid}/cmdline").exists() for pid in ranks):
+        time.sleep(0.01)
+    assert len(ranks) == 2
+    assert not all(Path(f"/proc/{pid}/stat").exists() for pid in ranks)
+    assert process.wait(60) == 137
+    assert "guard was killed by SIGKILL" in process.stderr.read()
+    leftovers.assert_none(5)
+
+
+def test_children_of_a_failed_rank_are_ended(start, leftovers):
+    process = start("-n", "1", script=("ranks.py", "orphan", "0"), RANKS_STEPS="0")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    left = leftovers.processes()
+    # a child of a rank that ended well may go on (an uploader): that is the script's own
+    assert len(left) == 1
+
+
+def test_alone_without_a_launcher(tmp_path):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER_"))}
+    done = subprocess.run(
+        [sys.executable, HERE / "ranks.py", "sum", "0"],
+        env=environ | {"RANKS_STEPS": "0", "SLURM_PROCID": "0"},
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "rank 0 sum 1\n")
+
+
+def test_stopped_anywhere_it_resumes_with_the_same_losses(start, tmp_path, leftovers):
+    example = HERE.parents[1] / "examples" / "train_resumable.py"
+
+    def train(path, *more, stop_at=None):
+        words = ["--steps", "30", "--checkpoint", str(tmp_path / path), *more]
+        process = start("-n", "2", script=(str(example), *words))
+        if stop_at:
+            wait_for(log(tmp_path, 0), f"step {stop_at} ")
+            process.send_signal(signal.SIGUSR1)
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        for name in ("stop", log(tmp_path, 0).name):
+            (tmp_path / "run" / name).unlink(missing_ok=True)
+        return re.findall(r"step \d+ loss .*", output), output
+
+    whole, _ = train("whole")
+    first, output = train("stopped", "--pause", "0.1", stop_at=5)
+    second, _ = train("stopped")
+    assert "done" not in output
+    assert 6 <= len(first) < 30
+    assert first + second == whole
+    leftovers.assert_none()
+
+
+def test_ipv6_head_address(start, leftovers):
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    process = start(
+        "-n", "2", "--master-addr", "::1", script=("ranks.py", "sum", "0"), RANKS_STEPS="0"
+    )
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "rank 0 sum 2\n"), errors
+    leftovers.assert_none()
+
+
+def test_mpirun_like_ranks_find_each_other(tmp_path):
+    """Open MPI's variables, and a port that rank 0 publishes."""
+    processes = []
+    for rank in range(2):
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER_"))}
+        environ |= {
+            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "SLURM_PROCID": str(rank), "SHARDCLIP_RUN_DIR": str(tmp_path), "RANKS_STEPS": "0",
+        }  # fmt: skip
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, HERE / "ranks.py", "sum", "0"],
+                env=environ,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert outputs == ["rank 0 sum 2\n", "rank 1 sum 2\n"]
+
+
+def test_check_on_this_machine(tmp_path, leftovers):
+    done = subprocess.run(
+        [sys.executable, "-m", "shardclip.launch", "check", "-n", "2", "--json"],
+        cwd=tmp_path, env=os.environ | {leftovers.variable: "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    checks = {finding["check"]: finding for finding in report["checks"]}
+    assert [facts["rank"] for facts in report["ranks"]] == [0, 1]
+    assert done.returncode == (0 if report["ok"] else 1)
+    norm = checks.pop("gradient norm")
+    assert all(finding["ok"] for finding in checks.values()), checks
+    if importlib.util.find_spec("shardclip.clip"):
+        assert norm["ok"], norm["text"]
+    else:
+        assert "shardclip could not run: ModuleNotFoundError" in norm["text"]
+    leftovers.assert_none()
