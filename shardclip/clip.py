@@ -81,7 +81,7 @@ def clip_grad_norm_(
     sources = _sources(parameters, world)
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
     measured, coef = _measured(sources, grads, p, world, layout, error_if_nonfinite, max_norm)
-    if isinstance(coef, float) and measured.lane(measured.plan.lanes.present) == 0:
+    if isinstance(coef, float) and measured.flags().present == 0:
         warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
     if not (isinstance(coef, float) and coef == 1):
         scale_(measured.targets(0), coef)

@@ -157,7 +157,7 @@ class GradClipper:
         if self._deferred is not None:
             failed = self._deferred.failed
             measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
-        elif measured.lane(self._lanes.present) == 0:
+        elif measured.flags().present == 0:
             warn_once(self, NO_GRADIENTS)
         coefs = self._coefs(measured, limits)
         skipped, names = self._nonfinite(measured)
@@ -241,16 +241,21 @@ class GradClipper:
         return made, True
 
     def _coefs(self, measured: Measured, limits: Sequence[float | None]) -> Tensor:
+        """Return each group's coefficient; of groups that are left alone, 1."""
         norms = measured.group_norms
         limits = [*limits, *[None] * (norms.numel() - len(limits))]
-        coefs = [
-            torch.ones_like(own) if limit is None else norm.clip_coef(own, limit)
-            for own, limit in zip(norms, limits, strict=True)
-        ]
-        stacked = torch.stack(coefs)
+        given = torch.tensor(
+            [math.inf if limit is None else limit for limit in limits], dtype=torch.float64
+        )
+        coefs = norm.clip_coef(norms, compat.to_device(given, norms.device))
+        if None in limits:
+            alone = compat.to_device(
+                torch.tensor([limit is None for limit in limits]), norms.device
+            )
+            coefs = torch.where(alone, 1.0, coefs)
         if self._deferred is not None:
-            stacked = torch.where(self._deferred.failed, 1.0, stacked)
-        return stacked
+            coefs = torch.where(self._deferred.failed, 1.0, coefs)
+        return coefs
 
     def _nonfinite(self, measured: Measured) -> tuple[bool, list[str] | None]:
         """Decide whether the step is skipped; find names while the gradients still have them."""

@@ -1,12 +1,15 @@
 """One step's measurement: local sums, one all-reduce, and what every rank may conclude from it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from . import adapters, compat, norm, reduce, replicas
+from .payload import Flags
 from .plan import Plan, locals_of, readings
 from .world import World
 
@@ -26,6 +29,7 @@ class Measured:
         wholes: Their values: of a sparse gradient, duplicates added up.
         sketches: Of those with copies elsewhere, in the seats' order.
         read: Whether this rank reads the lanes in this step.
+        each: The kernel's sum for each tensor, where it makes one.
     """
 
     payload: Tensor
@@ -38,6 +42,7 @@ class Measured:
     wholes: list[Tensor]
     sketches: Tensor | None
     read: bool = True
+    each: Tensor | None = None
 
     def targets(self, group: int) -> list[Tensor]:
         """List what is scaled in place for a param group."""
@@ -64,13 +69,19 @@ class Measured:
             return self.total_norm
         return self.proof[:, replicas.SKETCH].sum().sqrt()
 
-    def lane(self, index: int) -> float:
-        """Read one lane; a host sync where the payload is not on CPU."""
-        return float(self.payload[index])
+    def flags(self) -> Flags:
+        """Read the ranks' flags; a host sync where the payload is not on CPU."""
+        return Flags(*self.payload[self.plan.lanes.flags].tolist())
 
-    def lane_tensor(self, index: int) -> Tensor:
-        """Return one lane as a 0-dim tensor, unread."""
-        return self.payload[index]
+    def kept(self) -> list[bool]:
+        """Tell seat by seat, from the kernel's sums of this step, what was not finite."""
+        if self.each is None:
+            return []
+        return (~torch.isfinite(self.each)).tolist()
+
+    def without_gradients(self) -> Measured:
+        """Return the same without the gradients, which must not outlive their step."""
+        return replace(self, local=[], wholes=[])
 
 
 @torch.no_grad()
@@ -101,12 +112,15 @@ def measure(
     sketches = sketch(plan, parts, wholes, device)
     payload = fill(plan, parts, wholes, sketches, p, device)
     reads = reads or reads_are_free(device)
-    payload[plan.lanes.strict] = float(strict)
-    payload[plan.lanes.unread] = float(not reads)
+    flags = Flags(bool(plan.problems), len(plan.seats), strict, not reads)
+    said = torch.tensor(astuple(flags), dtype=torch.float64)
+    payload[plan.lanes.flags] = compat.to_device(said, device)
     for index, value in enumerate(added):
         payload[plan.lanes.added.start + index] = value
     reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
-    return replace(conclude(plan, payload, p, local, wholes, sketches), read=reads)
+    found = conclude(plan, payload, p, local, wholes, sketches)
+    found.read, found.each = reads, plan.each()
+    return found
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -136,8 +150,6 @@ def fill(
     """Pack this rank's part of the payload."""
     lanes = plan.lanes
     payload = lanes.empty(device)
-    payload[lanes.errors] = float(bool(plan.problems))
-    payload[lanes.present] = float(len(plan.seats))
     if plan.problems or not plan.seats:
         return payload
     tables = plan.tables(parts, wholes, device)
@@ -172,9 +184,9 @@ def conclude(
         total = powers[: lanes.groups].sum()
     group_norms = norm.finish(powers[: lanes.groups], p)
     total_norm = norm.finish(total, p)
-    if not norm.is_maximum(p) and p != 0:
+    if lanes.slots and not norm.is_maximum(p) and p != 0:
         # Copies are read in parts; one whose part was fine may not be finite elsewhere.
-        seen = torch.isfinite(lanes.proof(payload)[:, : replicas.SKETCH].sum())
-        group_norms = torch.where(seen | ~torch.isfinite(group_norms), group_norms, torch.nan)
-        total_norm = torch.where(seen | ~torch.isfinite(total_norm), total_norm, torch.nan)
+        poison = lanes.proof(payload)[:, : replicas.SKETCH].sum() * 0
+        group_norms = torch.where(torch.isfinite(group_norms), group_norms + poison, group_norms)
+        total_norm = torch.where(torch.isfinite(total_norm), total_norm + poison, total_norm)
     return Measured(payload, powers, group_norms, total_norm, plan, p, local, wholes, sketches)

@@ -55,7 +55,7 @@ def finish(power_sum: Tensor, p: float) -> Tensor:
     return power_sum.pow(1 / p)
 
 
-def clip_coef(total_norm: Tensor, max_norm: float) -> Tensor:
+def clip_coef(total_norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """``min(1, max_norm / (total_norm + 1e-6))``, NaN where the norm is; as torch has it."""
     return (max_norm / (total_norm + EPSILON)).clamp(max=1.0)
 

@@ -4,12 +4,32 @@ All lanes are float64. Their number is fixed when a plan is made, never by a ste
 ranks with other parameters, or without gradients, send the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from . import replicas
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What each rank says beside its sums; reduced, how many ranks say so.
+
+    Attributes:
+        errors: Something is wrong with this rank's tensors or layout.
+        present: How many gradients it has.
+        strict: It asks for an error where the norm is not finite.
+        unread: It does not read the lanes in this step: then no rank may raise in it.
+    """
+
+    errors: float = 0.0
+    present: float = 0.0
+    strict: float = 0.0
+    unread: float = 0.0
+
+
+FLAGS = tuple(field.name for field in fields(Flags))
 
 
 @dataclass(frozen=True)
@@ -36,42 +56,27 @@ class Lanes:
     @property
     def nans(self) -> slice:
         """Flags beside the power sums: a maximum may drop a NaN."""
-        return slice(self.groups + self.keys, self.errors)
+        return slice(self.groups + self.keys, 2 * (self.groups + self.keys))
 
     @property
-    def errors(self) -> int:
-        """How many ranks found something wrong."""
-        return 2 * (self.groups + self.keys)
-
-    @property
-    def present(self) -> int:
-        """How many gradients there are, over all ranks."""
-        return self.errors + 1
-
-    @property
-    def strict(self) -> int:
-        """How many ranks ask for an error where the norm is not finite."""
-        return self.errors + 2
-
-    @property
-    def unread(self) -> int:
-        """How many ranks do not read the lanes in this step: then none may raise in it."""
-        return self.errors + 3
+    def flags(self) -> slice:
+        """What ``Flags`` says."""
+        return slice(2 * (self.groups + self.keys), 2 * (self.groups + self.keys) + len(FLAGS))
 
     @property
     def added(self) -> slice:
         """The caller's numbers."""
-        return slice(self.errors + 4, self.errors + 4 + self.sums)
+        return slice(self.flags.stop, self.flags.stop + self.sums)
 
     @property
     def copies(self) -> slice:
         """The proof of copies, ``slots`` times ``replicas.LANES``."""
-        return slice(self.errors + 4 + self.sums, self.size)
+        return slice(self.flags.stop + self.sums, self.size)
 
     @property
     def size(self) -> int:
         """How many lanes there are."""
-        return self.errors + 4 + self.sums + self.slots * replicas.LANES
+        return int(self.flags.stop) + self.sums + self.slots * replicas.LANES
 
     def empty(self, device: torch.device | None) -> Tensor:
         """Return a payload of a rank that has nothing to give."""

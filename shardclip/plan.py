@@ -76,6 +76,10 @@ class Plan:
 
     _tables: Tables | None = None
 
+    def each(self) -> Tensor | None:
+        """Return the kernel's sum for each tensor of the last step, where it makes one."""
+        return None if self._tables is None else self._tables.kernel.each
+
     def tables(
         self, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
     ) -> Tables:

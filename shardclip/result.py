@@ -47,7 +47,7 @@ class ClipResult:
         like = measured.like()
         self.total_norm = measured.total_norm.to(like, copy=True)
         self.clip_coef = coefs.amin().to(like)
-        self._measured = measured
+        self._measured = measured.without_gradients()
         self._coefs = coefs
         self._keys = tuple(keys)
         self._sums = tuple(sums)

@@ -6,6 +6,7 @@ something is wrong.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -38,13 +39,11 @@ class _Held:
 
 
 def raise_problems(measured: Measured, world: World) -> None:
-    """Raise on every rank if any rank's tensors or layout are wrong.
+    """Raise on every rank what is wrong with any rank's tensors or layout.
 
     Raises:
         ValueError: With what is wrong, the parameter and the rank (a TypeError for types).
     """
-    if measured.lane(measured.plan.lanes.errors) == 0:
-        return
     raise_told(reduce.gather((world.rank, measured.plan.problems), world))
 
 
@@ -81,11 +80,12 @@ def raise_nonfinite(measured: Measured, world: World) -> None:
 
 
 def nonfinite_names(measured: Measured) -> list[str]:
-    """Name this rank's parameters with a NaN or an infinity; reads its gradients once more."""
-    if not measured.wholes:
-        return []
-    flags = torch.stack([kernels.any_nonfinite(w).cpu() for w in measured.wholes]).tolist()
-    seats = measured.plan.seats
+    """Name this rank's parameters with a NaN or an infinity.
+
+    Reads the gradients once more; where they are gone, the sums that the kernel has kept.
+    """
+    flags = [bool(kernels.any_nonfinite(whole)) for whole in measured.wholes] or measured.kept()
+    seats = measured.plan.seats[: len(flags)]
     return list(dict.fromkeys(s.source.name for s, bad in zip(seats, flags, strict=True) if bad))
 
 
@@ -190,20 +190,19 @@ def pass_verdict(measured: Measured, world: World) -> Deferred | None:
     Raises:
         ValueError, TypeError, NonFiniteGradientError, ReplicaMismatchError: On all ranks or none.
     """
-    if not measured.read or measured.lane(measured.plan.lanes.unread) > 0:
+    if not measured.read:
         return Deferred(measured)
-    _judge(measured, world)
-    return None
-
-
-def _judge(measured: Measured, world: World) -> None:
-    """Look for wrong tensors first, then for a norm that is not finite, then at copies."""
-    raise_problems(measured, world)
-    if not bool(torch.isfinite(measured.total_norm)):
-        if measured.lane(measured.plan.lanes.strict) > 0:
+    flags = measured.flags()
+    if flags.unread:
+        return Deferred(measured)
+    if flags.errors:
+        raise_problems(measured, world)
+    if not math.isfinite(float(measured.total_norm)):
+        if flags.strict:
             raise_nonfinite(measured, world)
     elif not is_maximum(measured.p):
         raise_mismatch(measured, world)
+    return None
 
 
 class Deferred:
@@ -213,13 +212,12 @@ class Deferred:
     """
 
     def __init__(self, measured: Measured) -> None:
-        failed = measured.lane_tensor(measured.plan.lanes.errors) > 0
+        failed = measured.payload[measured.plan.lanes.flags][0] > 0
         if not is_maximum(measured.p):
             differ = replicas.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
         self.failed = failed
-        # The gradients must not outlive their step.
-        self.measured = replace(measured, local=[], wholes=[])
+        self.measured = measured.without_gradients()
         self._host = failed.to("cpu", non_blocking=True)
         self._event: torch.Event | None = None
         if failed.device.type != "cpu":
@@ -235,5 +233,6 @@ class Deferred:
         if self._event is not None:
             self._event.synchronize()  # waiting, never polling: all ranks raise in the same call
         if bool(self._host):
-            raise_problems(self.measured, world)
+            if self.measured.flags().errors:
+                raise_problems(self.measured, world)
             raise_mismatch(self.measured, world)

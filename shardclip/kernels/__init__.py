@@ -4,14 +4,26 @@ A kernel is built once for a list of tensors (their shapes, dtypes and devices) 
 step with tensors of the same kind. All kernels have one signature; ``foreach`` specifies it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import blocked, foreach
 
-Kernel = Callable[[Sequence[Tensor], float], Tensor]
+
+class Kernel(Protocol):
+    """A function of tensors and p.
+
+    Attributes:
+        each: The last call's sum for each tensor, where the kernel makes them; else None.
+    """
+
+    each: Tensor | None
+
+    def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
+        """Sum |x|^p bucket by bucket."""
 
 
 def build(tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> Kernel:

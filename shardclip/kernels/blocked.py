@@ -41,6 +41,7 @@ class PowerSums:
     """Sum |x|^p per bucket; see ``kernels.build``."""
 
     def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> None:
+        self.each: Tensor | None = None  # small tensors are summed together
         self._buckets: list[list[int]] = [[] for _ in range(count)]
         self._runs: list[_Run] = []
         open_runs: dict[object, _Run] = {}
@@ -59,6 +60,8 @@ class PowerSums:
             run.indices.append(index)
             run.numel += numel
         self._norms = self._lay_out_rows()
+        most = max((norms.numel() for held in self._norms for norms in held), default=0)
+        self._scratch = torch.empty(most, dtype=torch.float64)
 
     def _lay_out_rows(self) -> list[list[Tensor]]:
         """Put the rows' norms of each bucket side by side, one tensor for each precision."""
@@ -85,8 +88,11 @@ class PowerSums:
         for run in self._runs:
             flat = _flatten(_joined([tensors[index] for index in run.indices]), 2)
             _row_norms(flat, run.norms)
-        wide = [[norms.double() for norms in held] for held in self._norms]
-        return [math.fsum(float(norms.dot(norms)) for norms in held) for held in wide]
+        totals = []
+        for held in self._norms:
+            wide = (self._scratch[: norms.numel()].copy_(norms) for norms in held)
+            totals.append(math.fsum(float(norms.dot(norms)) for norms in wide))
+        return totals
 
     def _magnitudes(self, tensors: Sequence[Tensor]) -> list[float]:
         parts: list[list[float]] = [[] for _ in self._buckets]

@@ -18,21 +18,26 @@ class PowerSums:
     """
 
     def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> None:
+        self.each: Tensor | None = None
         self._count = count
+        self._total = len(tensors)
         self._home = tensors[0].device if tensors else torch.device("cpu")
         filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-        self._here: list[tuple[list[int], Tensor]] = []
+        self._here: list[tuple[list[int], Tensor, Tensor]] = []
         for device in dict.fromkeys(tensors[index].device for index in filled):
             chosen = [index for index in filled if tensors[index].device == device]
             held = torch.tensor([buckets[index] for index in chosen])
-            self._here.append((chosen, to_device(held, self._home)))
+            places = to_device(torch.tensor(chosen), self._home)
+            self._here.append((chosen, places, to_device(held, self._home)))
 
     def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
         """Sum tensors like those that this was built for."""
         out = torch.zeros(self._count, dtype=torch.float64, device=self._home)
-        for chosen, buckets in self._here:
+        self.each = torch.zeros(self._total, dtype=torch.float64, device=self._home)
+        for chosen, places, buckets in self._here:
             sums = torch.stack(_sums([tensors[index] for index in chosen], p))
             sums = to_device(sums, self._home)
+            self.each.index_copy_(0, places, sums)
             if is_maximum(p):
                 out.scatter_reduce_(0, buckets, sums, "amax")  # keeps NaN
             else:
