@@ -4,18 +4,27 @@ import hashlib
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
 from . import reduce, verdict
 from .gradients import Source
-from .notices import warn_once
-from .plan import Planner
+from .plan import Planner, problem
 from .world import World
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must be the same on every rank: it decides the payload, or what ranks do with it."""
+
+    norm_type: float
+    nonfinite: str
+    norms: str | None
+    also: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -23,18 +32,21 @@ class Agreement:
     """The same on every rank, but for what is this rank's own.
 
     Attributes:
-        groups: Param groups, at most, on any rank.
+        limits: The param groups' own thresholds ("default" where a group has none), from the rank
+            with most groups.
         slots: Slots for the proof of copies.
         keys: Names of the norms, in the lanes' order.
         numbers: This rank's sources' numbers among all tensors that have copies.
         key_of: This rank's sources' indices among the keys.
+        notices: What to warn of when all ranks are through.
     """
 
-    groups: int
+    limits: list[Any]
     slots: int
     keys: tuple[str, ...]
     numbers: list[int]
     key_of: list[int]
+    notices: list[str]
 
 
 def agree(value: Any, world: World) -> list[Any]:
@@ -57,7 +69,7 @@ def _entry(source: Source) -> tuple[str, tuple[int, ...], str]:
     return source.name, tuple(getattr(tensor, "shape", ())), str(getattr(tensor, "dtype", ""))
 
 
-def settle(sources: Sequence[Source], planner: Planner) -> None:
+def _settle(sources: Sequence[Source], planner: Planner) -> None:
     """Tell the planner by names which ranks have a parameter.
 
     Ranks without one of the same name, shape and dtype hold other parameters.
@@ -111,6 +123,7 @@ class _Described:
     name: str
     owner: str | None
     copied: bool
+    held: bool
 
 
 def _describe(
@@ -122,7 +135,7 @@ def _describe(
             raise TypeError("is no tensor; give tensors or (name, tensor) pairs")
         owned = planner.settle_one(source, source.parameter).owned
     except Exception as error:  # a user's layout may raise anything, on one rank alone
-        return type(error).__name__, f"{source.name}: {error}"
+        return problem(source.name, error)
     domain = owned.domain if owned is not None else ()
     label = source.name
     shape: tuple[int, ...] = ()
@@ -135,78 +148,110 @@ def _describe(
     lowest = domain[0] if domain else -1
     identity = _Identity(label, lowest, len(domain), planner.digest(domain), stage, shape)
     copied = owned is not None and len(owned.holders) > 1
-    return _Described(identity, source.name, source.owner, copied)
+    return _Described(identity, source.name, source.owner, copied, owned is not None)
 
 
-def conclude(
-    sources: Sequence[Source], planner: Planner, groups: int, norms: str | None
+def reach(
+    sources: Sequence[Source],
+    planner: Planner,
+    settings: Settings,
+    limits: list[Any],
+    problems: list[tuple[str, str]],
 ) -> Agreement:
     """Agree on lanes for everything that every rank's step has to send.
 
+    Args:
+        sources: This rank's.
+        planner: Learns from the names which ranks hold copies.
+        settings: What must be the same.
+        limits: Thresholds of this rank's param groups.
+        problems: What is wrong on this rank already.
+
     Raises:
-        ValueError, TypeError: On every rank alike, if any rank's layout is wrong.
+        ValueError, TypeError: On every rank alike: a rank's parameters or layout are wrong, or the
+            settings differ.
     """
+    _settle(sources, planner)
     unnamed: Counter[object] = Counter()
     described = [_describe(source, planner, unnamed) for source in sources]
     mine = [entry for entry in described if isinstance(entry, _Described)]
-    problems = [entry for entry in described if not isinstance(entry, _Described)]
-    told = agree((mine, problems, groups), planner.world)
+    problems = [*problems, *(entry for entry in described if not isinstance(entry, _Described))]
+    told = agree((mine, problems, settings, limits), planner.world)
     verdict.raise_told(
-        [(rank, wrong) for rank, (_, wrong, _) in zip(planner.world.ranks, told, strict=True)]
+        [(rank, wrong) for rank, (_, wrong, _, _) in zip(planner.world.ranks, told, strict=True)]
     )
-    distinct = [value for value, _ in _distinct(told, planner.world.ranks)]
-    everything = [entry for entries, _, _ in distinct for entry in entries]
+    distinct = _distinct(told, planner.world.ranks)
+    _raise_unlike([(value[2], ranks) for value, ranks in distinct])
+    everything = [entry for value, _ in distinct for entry in value[0] if entry.held]
     first = {entry.identity: entry for entry in reversed(everything)}
     known = {entry.identity: first[entry.identity] for entry in everything}
-    _warn_if_tied(known.values(), planner)
     copied = dict.fromkeys(entry.identity for entry in everything if entry.copied)
     number = {identity: index for index, identity in enumerate(copied)}
-    names = _names(known.values(), norms)
+    names = _names(known.values(), settings.norms)
     keys = tuple(dict.fromkeys(names.values()))
     index = {key: position for position, key in enumerate(keys)}
     return Agreement(
-        max(count for _, _, count in distinct),
+        max((value[3] for value, _ in distinct), key=len),
         min(len(number), _MOST_SLOTS),
-        keys if norms is not None else (),
+        keys if settings.norms is not None else (),
         [number.get(entry.identity, 0) for entry in mine],
-        [index[names[entry.identity]] for entry in mine],
+        [index[names[entry.identity]] if entry.held else 0 for entry in mine],
+        _tied(known.values()),
     )
 
 
+def _raise_unlike(settings: Sequence[tuple[Settings, list[int]]]) -> None:
+    """Raise on every rank if any two ranks' settings differ."""
+    for name in (field.name for field in fields(Settings)):
+        values: dict[Any, list[int]] = {}
+        for told, ranks in settings:
+            values.setdefault(getattr(told, name), []).extend(ranks)
+        if len(values) > 1:
+            said = "; ".join(
+                f"{value!r} on rank {', '.join(map(str, sorted(ranks)[:8]))}"
+                for value, ranks in values.items()
+            )
+            raise ValueError(f"{name}= differs between ranks: {said}. Give all ranks the same")
+
+
 def _names(entries: Iterable[_Described], norms: str | None) -> dict[_Identity, str]:
-    """Name every parameter of the job; others of the same name elsewhere get a suffix."""
-    by_name: dict[str, list[_Described]] = defaultdict(list)
+    """Name every parameter (or module) of the job; others of its name elsewhere get a suffix.
+
+    On other pipeline stages the stage's number; elsewhere a count of those of the same name.
+    """
+    entries = list(entries)
+    bases = [e.owner if norms == "module" and e.owner is not None else e.name for e in entries]
+    stages: dict[str, set[int]] = defaultdict(set)
+    for base, entry in zip(bases, entries, strict=True):
+        stages[base].add(-1 if entry.identity.stage is None else entry.identity.stage)
+    same: dict[str, list[int]] = defaultdict(list)
     for entry in entries:
-        by_name[entry.name].append(entry)
+        if entry.identity.stage is None:
+            same[entry.name].append(entry.identity.lowest)
     names = {}
-    for same in by_name.values():
-        same.sort(key=_by_stage)
-        for index, entry in enumerate(same):
-            stage = entry.identity.stage
-            suffix = f"@pp{index if stage is None else stage}" if index else ""
-            owner = entry.name if entry.owner is None else entry.owner
-            names[entry.identity] = (owner if norms == "module" else entry.name) + suffix
+    for base, entry in zip(bases, entries, strict=True):
+        stage, lowest = entry.identity.stage, entry.identity.lowest
+        if stage is None:
+            number = sorted(same[entry.name]).index(lowest)
+            suffix = f"@pp{number}" if number else ""
+        else:
+            suffix = f"@pp{stage}" if stage != min(stages[base]) else ""
+        names[entry.identity] = base + suffix
     return names
 
 
-def _by_stage(entry: _Described) -> tuple[int, int]:
-    stage = entry.identity.stage
-    return -1 if stage is None else stage, entry.identity.lowest
-
-
-def _warn_if_tied(entries: Iterable[_Described], about: object) -> None:
-    """Warn of same-named parameters of one shape on several pipeline stages."""
+def _tied(entries: Iterable[_Described]) -> list[str]:
+    """Notice same-named parameters of one shape on several pipeline stages."""
     seen: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
     for entry in entries:
         if entry.identity.stage is not None and entry.owner is not None:
             seen[entry.name, entry.identity.shape].add(entry.identity.stage)
     shared = [name for (name, _), stages in seen.items() if len(stages) > 1]
-    if shared:
-        more = f" and {len(shared) - 4} more" if len(shared) > 4 else ""
-        warn_once(
-            about,
-            f"{', '.join(shared[:4])}{more}: parameters of this name and shape are on several "
-            "pipeline stages and are counted as different ones. If they are tied, say so with "
-            "layout=, giving the mesh of those stages and Replicate(); for one stage's norm alone, "
-            "use group=",
-        )
+    if not shared:
+        return []
+    more = f" and {len(shared) - 4} more" if len(shared) > 4 else ""
+    return [
+        f"{', '.join(shared[:4])}{more}: parameters of this name and shape are on several pipeline "
+        "stages and are counted as different ones. If they are tied, say so with layout=, giving "
+        "the mesh of those stages and Replicate(); for one stage's norm alone, use group="
+    ]

@@ -1,5 +1,6 @@
 """The public functions: torch's and TensorFlow's names, over any sharding, with one all-reduce."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -80,7 +81,10 @@ def clip_grad_norm_(
     world = reduce.resolve(group)
     sources = _sources(parameters, world)
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
-    measured, coef = _measured(sources, grads, p, world, layout, error_if_nonfinite, max_norm)
+    measured, coef = _measured(
+        sources, grads, p, world, layout, strict=error_if_nonfinite, max_norm=max_norm
+    )
+    gradients.notice_if_used_up(parameters, sources)
     if isinstance(coef, float) and measured.flags().present == 0:
         warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
     if not (isinstance(coef, float) and coef == 1):
@@ -127,7 +131,8 @@ def get_total_norm(
     listed = [tensors] if isinstance(tensors, Tensor) else tensors
     sources = gradients.unique(gradients.of_iterable(listed, "tensors[{}]"))
     values = [source.parameter for source in sources]
-    measured, _ = _measured(sources, values, p, world, layout, error_if_nonfinite)
+    measured, _ = _measured(sources, values, p, world, layout, strict=error_if_nonfinite)
+    gradients.notice_if_used_up(tensors, sources)
     return _returned(measured)
 
 
@@ -146,11 +151,12 @@ def clip_grads_with_norm_(
         foreach: Accepted for torch's sake; the result does not depend on it.
 
     Raises:
-        ValueError: ``max_norm`` is negative or NaN.
+        ValueError: ``max_norm`` is negative or NaN, or a gradient cannot be scaled.
         TypeError: Gradients were given where parameters are wanted.
 
     Communication:
-        None. No host sync on CUDA.
+        None, unless ``total_norm`` is a DTensor, as torch's own is: that is gathered. No host sync
+        on CUDA.
 
     References:
         ``torch.nn.utils.clip_grads_with_norm_``.
@@ -162,15 +168,14 @@ def clip_grads_with_norm_(
     if held and not any(isinstance(g, Tensor) for g in grads):
         for source in sources:
             tensor = source.parameter
-            if not (isinstance(tensor, nn.Parameter) or getattr(tensor, "requires_grad", False)):
+            own = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
+            if not (isinstance(tensor, nn.Parameter) or own):
                 raise TypeError(
                     f"{source.name} is no parameter and has no .grad; clip_grads_with_norm_ wants "
                     "the parameters, and scales their .grad"
                 )
-    known = total_norm if isinstance(total_norm, Tensor) else torch.tensor(float(total_norm))
-    if compat.is_dtensor(known):
-        known = compat.full_tensor(known)
-    coef = norm.clip_coef(known.detach().double(), max_norm)
+    _check_all(sources, grads)
+    coef = norm.clip_coef(_as_float64(total_norm), max_norm)
     targets = [adapters.storage(compat.local_tensor(grad)) for grad in grads if grad is not None]
     scale_(targets, float(coef) if coef.device.type == "cpu" else coef)
 
@@ -205,21 +210,20 @@ def clip_by_global_norm(
         ValueError, ReplicaMismatchError: As in ``get_total_norm``; or ``clip_norm`` is negative.
 
     Communication:
-        One all-reduce, as in ``clip_grad_norm_``; none with ``use_norm``.
+        One all-reduce, as in ``clip_grad_norm_``; none with ``use_norm`` (a DTensor is gathered).
 
     References:
         ``tf.clip_by_global_norm``; Pascanu et al., 2012, arXiv:1211.5063.
     """
     clip_norm = norm.check_max_norm(clip_norm, "clip_norm")
-    sources = _listed(t_list)
-    world = reduce.resolve(group)
-    values = [source.parameter for source in sources]
+    sources, world = _listed(t_list), reduce.resolve(group)
     if use_norm is None:
-        measured, _ = _measured(sources, values, 2.0, world, layout, False)
+        measured = _measured_list(sources, world, layout)
         total, returned = measured.total_norm, _returned(measured)
     else:
-        returned = use_norm if isinstance(use_norm, Tensor) else torch.tensor(float(use_norm))
-        total = returned.detach().double()
+        _check_all(sources, [source.parameter for source in sources])
+        total = _as_float64(use_norm)
+        returned = use_norm if isinstance(use_norm, Tensor) else total.float()
     coef = norm.tf_clip_coef(total, clip_norm)
     return [None if t is None else _scaled(t, coef) for t in t_list], returned
 
@@ -228,6 +232,9 @@ def global_norm(
     t_list: Sequence[Tensor | None], *, group: Group = None, layout: Layout = None
 ) -> Tensor:
     """Compute the L2 norm of all tensors of a list; ``None`` entries are passed over.
+
+    As in TensorFlow, a tensor that is listed twice counts twice. Copies on other ranks stand at the
+    same place of their lists.
 
     Args:
         t_list: Tensors (plain, DTensor or sparse) or None.
@@ -246,11 +253,7 @@ def global_norm(
     References:
         ``tf.linalg.global_norm``, ``optax.global_norm``.
     """
-    sources = _listed(t_list)
-    world = reduce.resolve(group)
-    values = [source.parameter for source in sources]
-    measured, _ = _measured(sources, values, 2.0, world, layout, False)
-    return _returned(measured)
+    return _returned(_measured_list(_listed(t_list), reduce.resolve(group), layout))
 
 
 _pending: dict[tuple[int, ...], verdict.Deferred] = {}
@@ -262,8 +265,10 @@ def _measured(
     p: float,
     world: World,
     layout: Layout,
-    strict: bool,
-    max_norm: float | None = None,
+    *,
+    strict: bool = False,
+    max_norm: float = math.inf,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[Measured, float | Tensor]:
     """Plan, sum, reduce and judge; return the measurement and the coefficient.
 
@@ -273,22 +278,51 @@ def _measured(
     if previous is not None:
         previous.settle(world)
     lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
-    planner = plan.Planner(world, layout)
     pairs = list(zip(sources, grads, strict=True))
-    made = plan.make(planner, pairs, lanes, maximum=norm.is_maximum(p))
-    # Copies that no layout vouches for are worth a host sync; so is what is wrong here.
-    reads = strict or made.proves or bool(made.problems)
+    made = plan.make(
+        plan.Planner(world, layout),
+        pairs,
+        lanes,
+        numbers=numbers,
+        spread=True,
+        maximum=norm.is_maximum(p),
+    )
+    # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
+    reads = strict or made.proves or bool(made.problems) or not made.seats
     measured = measure(made, grads, p, world, strict=strict, reads=reads)
     deferred = verdict.pass_verdict(measured, world)
-    if deferred is not None:
-        _pending[world.ranks] = deferred
-        measured.total_norm = torch.where(deferred.failed, torch.nan, measured.total_norm)
-    if max_norm is None:
-        return measured, 1.0
+    for about, message in made.notices:
+        warn_once(about, message)
     coef = norm.clip_coef(measured.total_norm, max_norm)
-    if deferred is not None:
-        return measured, torch.where(deferred.failed, 1.0, coef)
-    return measured, float(coef) if measured.read else coef
+    if deferred is None:
+        return measured, float(coef)
+    _pending[world.ranks] = deferred.without_parameters()
+    failed = deferred.failed.to(measured.total_norm.device)
+    measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
+    return measured, torch.where(failed, 1.0, coef)
+
+
+def _measured_list(sources: Sequence[Source], world: World, layout: Layout) -> Measured:
+    """Measure a list's tensors; their places in it tell which are copies of which."""
+    places = [int(source.name[len("t_list[") : -1]) for source in sources]
+    values = [source.parameter for source in sources]
+    return _measured(sources, values, 2.0, world, layout, numbers=places)[0]
+
+
+def _as_float64(known: Tensor | float) -> Tensor:
+    if not isinstance(known, Tensor):
+        return compat.on_host(float(known))
+    return (compat.full_tensor(known) if compat.is_dtensor(known) else known).detach().double()
+
+
+def _check_all(sources: Sequence[Source], grads: Sequence[Tensor | None]) -> None:
+    """Refuse what cannot be scaled before anything is: nothing may be half done."""
+    for source, grad in zip(sources, grads, strict=True):
+        if grad is not None:
+            try:
+                adapters.check(grad)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{source.name}: {error}") from None
 
 
 def _sources(parameters: Parameters, world: World) -> list[Source]:

@@ -86,32 +86,39 @@ class GradClipper:
         self.also = (also,) if isinstance(also, str) else tuple(also)
         _one_of("norms", norms, (None, "parameter", "module"))
         if self.also and norm.is_maximum(self.norm_type):
-            raise ValueError(
-                "also= sums, and the all-reduce of p = inf takes the maximum; drop one"
-            )
+            raise ValueError("also= sums, and p = inf takes the maximum; drop one")
         self.steps = 0
         self.skipped = 0
         self._world = reduce.resolve(group)
         self._read = adapters.read_grad if grad is None else grad
-        self.param_groups, self._sources = _grouped(parameters, self._world)
+        self._planner = plan.Planner(self._world, layout)
+        self._plan: Plan | None = None
+        self._signature: list[object] = []
+        self._deferred: verdict.Deferred | None = None
+        self.param_groups, self._sources, problems = _grouped(parameters, self._world)
+        if not problems:
+            self._limits()  # raises for a wrong max_norm
+        self._agreed = agreement.reach(
+            self._sources,
+            self._planner,
+            agreement.Settings(self.norm_type, self.nonfinite, norms, self.also),
+            [group.get("max_norm", "default") for group in self.param_groups],
+            problems,
+        )
+        for missing in self._agreed.limits[len(self.param_groups) :]:  # another rank has more
+            self.param_groups.append({} if missing == "default" else {"max_norm": missing})
         # Where gradients are found without a question, no function is called for each.
         direct = grad is None and all(source.span is None for source in self._sources)
         self._bare = [source.parameter for source in self._sources] if direct else []
-        self._limits()  # raises for a wrong max_norm
-        self._planner = plan.Planner(self._world, layout)
-        agreement.settle(self._sources, self._planner)
-        self._agreed = agreement.conclude(
-            self._sources, self._planner, len(self.param_groups), norms
-        )
         self._lanes = Lanes(
-            self._agreed.groups,
+            len(self.param_groups),
             len(self._agreed.keys),
             0 if norm.is_maximum(self.norm_type) else self._agreed.slots,
             len(self.also),
         )
-        self._plan: Plan | None = None
-        self._signature: list[object] = []
-        self._deferred: verdict.Deferred | None = None
+        gradients.notice_if_used_up(parameters, self._sources)
+        for message in self._agreed.notices:
+            warn_once(self, message)
 
     def clip_(self, also: Mapping[str, float | Tensor] | None = None) -> ClipResult:
         """Clip the gradients in place.
@@ -137,25 +144,24 @@ class GradClipper:
             after the set of gradients changes, else none with "propagate".
         """
         limits = self._limits()
-        added = self._added(also)
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
             settled.settle(self._world)
-        grads = self._gradients()
-        made, fresh = self._planned(grads)
-        strict = self.nonfinite == "raise"
+        grads, made, fresh, added = self._prepared(also)
         measured = measure(
             made,
             grads,
             self.norm_type,
             self._world,
-            strict=strict,
-            reads=strict or fresh,
+            strict=self.nonfinite == "raise",
+            reads=fresh or self.nonfinite != "propagate",
             added=added,
         )
         self._deferred = verdict.pass_verdict(measured, self._world)
+        for about, message in made.notices if fresh else ():
+            warn_once(about, message)
         if self._deferred is not None:
-            failed = self._deferred.failed
+            failed = self._deferred.failed.to(measured.total_norm.device)
             measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
         elif measured.flags().present == 0:
             warn_once(self, NO_GRADIENTS)
@@ -207,8 +213,25 @@ class GradClipper:
         own = [group.get("max_norm", self.max_norm) for group in self.param_groups]
         return [None if limit is None else norm.check_max_norm(limit) for limit in own]
 
+    def _prepared(
+        self, also: Mapping[str, float | Tensor] | None
+    ) -> tuple[list[Tensor | None], Plan, bool, list[float | Tensor]]:
+        """Return the gradients, their plan, whether it is new, and the caller's numbers.
+
+        Whatever goes wrong here on one rank is a problem of the plan: this rank still joins the
+        all-reduce, and then all ranks raise.
+        """
+        try:
+            added = self._added(also)
+            grads = self._gradients()
+            made, fresh = self._planned(grads)
+        except Exception as error:  # a user's grad= may raise anything
+            failed = Plan(self._lanes, problems=[plan.problem("GradClipper.clip_", error)])
+            return [], failed, True, []
+        return grads, made, fresh, added
+
     def _added(self, also: Mapping[str, float | Tensor] | None) -> list[float | Tensor]:
-        given = dict(also or {})
+        given = {name: value for name, value in (also or {}).items() if value is not None}
         unknown = sorted(set(given) - set(self.also))
         if unknown:
             raise ValueError(
@@ -234,7 +257,7 @@ class GradClipper:
             self._lanes,
             self._agreed.key_of if self._agreed.keys else None,
             self._agreed.numbers,
-            norm.is_maximum(self.norm_type),
+            maximum=norm.is_maximum(self.norm_type),
         )
         self._plan = None if made.problems else made
         self._signature = signature
@@ -243,23 +266,18 @@ class GradClipper:
     def _coefs(self, measured: Measured, limits: Sequence[float | None]) -> Tensor:
         """Return each group's coefficient; of groups that are left alone, 1."""
         norms = measured.group_norms
-        limits = [*limits, *[None] * (norms.numel() - len(limits))]
-        given = torch.tensor(
-            [math.inf if limit is None else limit for limit in limits], dtype=torch.float64
-        )
+        given = compat.on_host([math.inf if limit is None else limit for limit in limits])
         coefs = norm.clip_coef(norms, compat.to_device(given, norms.device))
         if None in limits:
-            alone = compat.to_device(
-                torch.tensor([limit is None for limit in limits]), norms.device
-            )
-            coefs = torch.where(alone, 1.0, coefs)
+            alone = compat.on_host([limit is None for limit in limits], torch.bool)
+            coefs = torch.where(compat.to_device(alone, norms.device), 1.0, coefs)
         if self._deferred is not None:
-            coefs = torch.where(self._deferred.failed, 1.0, coefs)
+            coefs = torch.where(self._deferred.failed.to(coefs.device), 1.0, coefs)
         return coefs
 
     def _nonfinite(self, measured: Measured) -> tuple[bool, list[str] | None]:
         """Decide whether the step is skipped; find names while the gradients still have them."""
-        if self.nonfinite != "skip" and not measured.read:
+        if not measured.read:
             return False, None
         if math.isfinite(float(measured.total_norm)):
             return False, None
@@ -278,23 +296,32 @@ def _one_of(what: str, value: str | None, choices: Sequence[str | None]) -> str:
     return str(value)
 
 
-def _grouped(parameters: Any, world: World) -> tuple[list[dict[str, Any]], list[Source]]:
-    """Return the param groups' settings and all sources; a parameter counts in its first group."""
-    if isinstance(parameters, nn.Module):
-        return [{}], adapters.module_sources(parameters, world)
-    listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
-        given = listed or parameters  # an empty generator is warned of
-        return [{}], gradients.unique(gradients.of_iterable(given, "group0.{}"))
-    sources: list[Source] = []
-    groups = []
-    for index, entry in enumerate(listed):
-        sources += gradients.of_iterable(_members(entry), f"group{index}.{{}}", index)
-        groups.append({key: value for key, value in entry.items() if key == "max_norm"})
-    return groups, gradients.unique(sources)
+def _grouped(
+    parameters: Any, world: World
+) -> tuple[list[dict[str, Any]], list[Source], list[tuple[str, str]]]:
+    """Return the param groups' settings, all sources, and what was wrong.
+
+    A parameter counts in its first group.
+    """
+    try:
+        if isinstance(parameters, nn.Module):
+            return [{}], adapters.module_sources(parameters, world), []
+        listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
+            return [{}], gradients.unique(gradients.of_iterable(listed, "group0.{}")), []
+        sources: list[Source] = []
+        groups = []
+        for index, entry in enumerate(listed):
+            sources += gradients.of_iterable(_members(entry, index), f"group{index}.{{}}", index)
+            groups.append({key: value for key, value in entry.items() if key == "max_norm"})
+    except Exception as error:  # what one rank hands over may be wrong on that rank alone
+        return [{}], [], [plan.problem("parameters", error)]
+    return groups, gradients.unique(sources), []
 
 
-def _members(group: Mapping[str, Any]) -> list[Any]:
+def _members(group: Mapping[str, Any], index: int) -> list[Any]:
+    if "params" not in group:
+        raise ValueError(f"param group {index} has no 'params'; it has {', '.join(group)}")
     held = group["params"]
     held = [held] if isinstance(held, Tensor) else list(held)
     names = group.get("param_names")

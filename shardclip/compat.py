@@ -32,6 +32,11 @@ def is_dtensor(tensor: object) -> bool:
     return cls is not None and isinstance(tensor, cls)
 
 
+def numbers_in(tensor: Tensor) -> int:
+    """Count the real numbers of a tensor: a complex one has two each."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 def is_strided(tensor: object) -> bool:
     """Whether a tensor is dense rather than sparse."""
     return getattr(tensor, "layout", torch.strided) == torch.strided
@@ -73,6 +78,11 @@ def local_tensors(tensors: Sequence[Any]) -> list[Tensor]:
 def mesh_and_placements(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return a DTensor's device mesh and placements."""
     return tensor.device_mesh, tensor.placements
+
+
+def on_host(values: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Make a small tensor on the host, whatever torch's default device and dtype are."""
+    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

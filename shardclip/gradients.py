@@ -1,12 +1,12 @@
 """What a caller hands over, as named sources of gradients."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from .notices import warn_once
 from .ownership import Ownership
 
 # Inserted into parameter names by torch.compile, FSDP1, activation checkpointing and DDP.
@@ -31,7 +31,7 @@ class Source:
     """
 
     name: str
-    parameter: Tensor
+    parameter: Any
     group: int = 0
     span: tuple[int, int] | None = None
     ownership: Ownership | None = None
@@ -54,7 +54,7 @@ def clean(name: str) -> str:
 def of_iterable(
     parameters: Iterable[Any], unnamed: str = "parameters[{}]", group: int = 0
 ) -> list[Source]:
-    """List tensors or ``(name, tensor)`` pairs; a used-up iterator gets a warning.
+    """List tensors or ``(name, tensor)`` pairs.
 
     An entry that is neither is refused later, with all ranks: see ``adapters.check``.
     """
@@ -65,13 +65,17 @@ def of_iterable(
             sources.append(Source(name, entry[1], group, owner=name.rpartition(".")[0]))
         else:
             sources.append(Source(unnamed.format(index), entry, group))
+    return sources
+
+
+def notice_if_used_up(parameters: object, sources: Sequence[Source]) -> None:
+    """Warn of an iterator that had nothing left; call it when all ranks are through."""
     if not sources and isinstance(parameters, Iterator):
-        warnings.warn(
+        warn_once(
+            parameters,
             "`parameters` is an empty iterator: nothing is counted or clipped on this rank. Was "
             "it used up before? Pass a list",
-            stacklevel=4,
         )
-    return sources
 
 
 def unique(sources: Iterable[Source]) -> list[Source]:
@@ -82,7 +86,7 @@ def unique(sources: Iterable[Source]) -> list[Source]:
 def gradient(source: Source, read: Callable[[Tensor], Tensor | None]) -> Tensor | None:
     """Read a source's gradient, or its span of a flat one."""
     if not isinstance(source.parameter, Tensor):
-        return source.parameter  # refused later, with all ranks
+        return None  # refused later, with all ranks
     grad = read(source.parameter)
     if grad is None or source.span is None:
         return grad

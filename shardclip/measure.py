@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Measured:
         sketches: Of those with copies elsewhere, in the seats' order.
         read: Whether this rank reads the lanes in this step.
         each: The kernel's sum for each tensor, where it makes one.
+        home: The device that the payload travelled on.
     """
 
     payload: Tensor
@@ -43,6 +44,7 @@ class Measured:
     sketches: Tensor | None
     read: bool = True
     each: Tensor | None = None
+    home: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def targets(self, group: int) -> list[Tensor]:
         """List what is scaled in place for a param group."""
@@ -52,7 +54,7 @@ class Measured:
     def like(self) -> Tensor:
         """Return an empty tensor of the dtype and device that results take on this rank."""
         wide = any(t.dtype in (torch.float64, torch.complex128) for t in self.local)
-        device = self.local[0].device if self.local else self.payload.device
+        device = self.local[0].device if self.local else self.home
         return torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=device)
 
     @property
@@ -113,13 +115,15 @@ def measure(
     payload = fill(plan, parts, wholes, sketches, p, device)
     reads = reads or reads_are_free(device)
     flags = Flags(bool(plan.problems), len(plan.seats), strict, not reads)
-    said = torch.tensor(astuple(flags), dtype=torch.float64)
+    said = compat.on_host(astuple(flags))
     payload[plan.lanes.flags] = compat.to_device(said, device)
     for index, value in enumerate(added):
         payload[plan.lanes.added.start + index] = value
     reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
+    if reads:
+        payload = payload.cpu()  # the one host sync of a step that reads
     found = conclude(plan, payload, p, local, wholes, sketches)
-    found.read, found.each = reads, plan.each()
+    found.read, found.each, found.home = reads, plan.each(), device
     return found
 
 
@@ -184,9 +188,12 @@ def conclude(
         total = powers[: lanes.groups].sum()
     group_norms = norm.finish(powers[: lanes.groups], p)
     total_norm = norm.finish(total, p)
-    if lanes.slots and not norm.is_maximum(p) and p != 0:
-        # Copies are read in parts; one whose part was fine may not be finite elsewhere.
-        poison = lanes.proof(payload)[:, : replicas.SKETCH].sum() * 0
+    if lanes.slots and not norm.is_maximum(p):
+        # Copies are read in parts; one whose part was fine may not be finite in the sample. For
+        # p = 0 an infinity counts like any number; its square keeps it apart from NaN.
+        proof = lanes.proof(payload)
+        sampled = proof[:, : replicas.SKETCH].sum() if p != 0 else proof[:, replicas.SKETCH].sum()
+        poison = sampled * 0 if p != 0 else torch.where(sampled.isnan(), torch.nan, 0.0)
         group_norms = torch.where(torch.isfinite(group_norms), group_norms + poison, group_norms)
         total_norm = torch.where(torch.isfinite(total_norm), total_norm + poison, total_norm)
     return Measured(payload, powers, group_norms, total_norm, plan, p, local, wholes, sketches)

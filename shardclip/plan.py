@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import adapters, compat, kernels, replicas
 from .gradients import Layout, Source
-from .notices import warn_once
 from .ownership import Ownership, own, segment
 from .payload import Lanes
 from .world import World
@@ -62,6 +61,8 @@ class Plan:
         problems: What is wrong with this rank's tensors, as the error's type and text; the step
             then raises on every rank.
         proves: Whether copies stand here that nothing but the proof vouches for.
+        notices: What to warn of, and about what, once the step is through: a warning may be an
+            error, and must not keep this rank from the all-reduce.
         dense: No gradient is sparse.
         splits: Some gradient is read in part.
     """
@@ -71,6 +72,7 @@ class Plan:
     buckets: list[Bucket] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     proves: bool = False
+    notices: list[tuple[object, str]] = field(default_factory=list)
     dense: bool = True
     splits: bool = False
 
@@ -118,13 +120,14 @@ class Tables:
             for b, bucket in enumerate(plan.buckets)
             if bucket.key is not None
         ]
-        routes = compat.to_device(torch.tensor(rows), device)
-        weights = torch.tensor([bucket.weight for bucket in plan.buckets], dtype=torch.float64)
+        routes = compat.to_device(compat.on_host(rows, torch.int64), device)
+        weights = torch.tensor([bucket.weight for bucket in plan.buckets])
         held = [(s.copy, w) for s, w in zip(plan.seats, wholes, strict=True) if s.copy is not None]
         proof = None
         if held:
             copies = [copy for copy, _ in held]
-            proof = replicas.Proof(copies, [w.numel() for _, w in held], held[0][1].device)
+            sizes = [compat.numbers_in(w) for _, w in held]
+            proof = replicas.Proof(copies, sizes, held[0][1].device)
         kernel = kernels.build(parts, [seat.bucket for seat in plan.seats], len(plan.buckets))
         return Tables(kernel, routes[:, 0], routes[:, 1], compat.to_device(weights, device), proof)
 
@@ -168,6 +171,8 @@ class Planner:
         if where is not None:
             owned = self._once(where, having, lambda: own(where, self.group, having))
             return Settled(owned, declared, where.root)
+        if declared and not compat.is_dtensor(tensor) and tensor.numel():
+            raise ValueError("layout gives it a mesh that this rank is not on, but it is here")
         if declared or compat.is_dtensor(tensor):
             return Settled(None, declared, ())
         owned = self._once(self, having, lambda: self._plain(having))
@@ -204,6 +209,7 @@ def make(
     lanes: Lanes,
     keys: Sequence[int | None] | None = None,
     numbers: Sequence[int] | None = None,
+    spread: bool = False,
     maximum: bool = False,
 ) -> Plan:
     """Settle every source. Time linear in their number.
@@ -215,6 +221,7 @@ def make(
         keys: For each source its key's index, where keys have norms.
         numbers: For each source its number, the same on all ranks that hold it; by default counted
             here among the sources that the same ranks hold.
+        spread: Numbers of other sets of ranks may be the same: keep their slots apart.
         maximum: p is inf: copies change nothing, so nothing is split or proved.
     """
     plan = Plan(lanes)
@@ -226,11 +233,10 @@ def make(
     for index, (source, grad) in enumerate(pairs):
         tensor = source.parameter if grad is None else grad
         try:
-            if grad is not None:
-                adapters.check(tensor)
+            adapters.check(tensor, gradient=grad is not None)
             settled = planner.settle_one(source, tensor)
         except Exception as error:  # a user's layout may raise anything, on one rank alone
-            plan.problems.append((type(error).__name__, f"{source.name}: {error}"))
+            plan.problems.append(problem(source.name, error))
             continue
         known[id(settled.known)] = settled.known
         owned = settled.owned
@@ -240,7 +246,7 @@ def make(
             undeclared = source, tensor
         domain = id(owned.domain)
         if domain not in bases:
-            bases[domain] = planner.digest(owned.domain) if numbers is None else 0
+            bases[domain] = planner.digest(owned.domain) if spread else 0
         number = counted[domain] if numbers is None else numbers[index]
         counted[domain] += 1
         if grad is None:
@@ -258,8 +264,15 @@ def make(
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
     plan.splits = any(seat.part != (0, 1) for seat in plan.seats)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
-    _warn_if_uncertain(planner, known.values(), undeclared)
+    plan.notices += _uncertain(planner, known.values(), undeclared)
     return plan
+
+
+def problem(name: str, error: Exception) -> tuple[str, str]:
+    """Put an error into a form that travels: its type and text."""
+    kind = type(error).__name__
+    own = isinstance(error, (ValueError, TypeError))
+    return kind, f"{name}: {error}" if own else f"{name}: {kind}: {error}"
 
 
 def _bucket(source: Source, owned: Ownership, key: int | None, maximum: bool) -> Bucket:
@@ -288,18 +301,18 @@ def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
     return parts, wholes
 
 
-def _warn_if_uncertain(
+def _uncertain(
     planner: Planner, known: Iterable[tuple[int, ...]], undeclared: tuple[Source, Tensor] | None
-) -> None:
-    """Warn where this rank's meshes say nothing about some ranks of the group."""
+) -> list[tuple[object, str]]:
+    """Notice where this rank's meshes say nothing about some ranks of the group."""
     others = sorted(planner.group - set().union(*known))
     if undeclared is None or not others:
-        return
+        return []
     source, tensor = undeclared
     shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-    warn_once(
-        getattr(tensor, "device_mesh", source.parameter),
+    text = (
         f"{source.name}: this rank's device meshes do not cover rank(s) {shown} of the group; what "
         "those hold is counted as other parameters. Where they hold copies, or should have a norm "
-        "of their own, say so with layout= or group=",
+        "of their own, say so with layout= or group="
     )
+    return [(getattr(tensor, "device_mesh", source.parameter), text)]

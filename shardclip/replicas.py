@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .compat import to_device
+from .compat import on_host, to_device
 
 SAMPLE = 64  # values looked at per tensor
 SKETCH = 8  # lanes they are folded into; a tensor of up to 8 elements is compared as it is
@@ -55,28 +55,35 @@ def coefficients(count: int) -> Tensor:
     Scaled so that the squared sum of coefficient times value is, on average over the lanes, the
     mean squared difference between two copies (exactly that for two copies).
     """
-    generator = torch.Generator().manual_seed(count)
-    c = torch.rand(count, SKETCH, generator=generator, dtype=torch.float64) - 0.5
+    generator = torch.Generator("cpu").manual_seed(count)
+    c = torch.rand(count, SKETCH, generator=generator, dtype=torch.float64, device="cpu") - 0.5
     c -= c.mean(0)
     return c * (2 / c.square().sum(0)).sqrt()
 
 
 @lru_cache(maxsize=16)
-def signs(ordinals: tuple[int, ...]) -> Tensor:
-    """Return ``(tensors, SAMPLE)`` weights of +-1 that depend on tensor and position."""
-    number = torch.tensor(ordinals, dtype=torch.int64).unsqueeze(1)
-    h = number * 0x9E3779B1 + torch.arange(SAMPLE, dtype=torch.int64) * 0x85EBCA77 + 1
+def signs(pieces: tuple[tuple[int, int], ...]) -> Tensor:
+    """Return ``(tensors, SAMPLE)`` weights of +-1 that depend on tensor, piece and position.
+
+    Args:
+        pieces: For each tensor its ordinal, and the lowest rank that holds this piece of it.
+    """
+    ordinal, piece = on_host(pieces, torch.int64).T.unsqueeze(2)
+    position = torch.arange(SAMPLE, dtype=torch.int64, device="cpu")
+    h = ordinal * 0x9E3779B1 + piece * 0xC2B2AE35 + position * 0x85EBCA77 + 1
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
         h = ((h ^ (h >> shift)) * factor) & 0xFFFFFFFF  # a 32-bit integer hash
-    return 1.0 - 2.0 * (h >> 7 & 1).double()
+    odd: Tensor = h >> 7 & 1
+    return 1.0 - 2.0 * odd.double()
 
 
 def spread(tensor: Tensor) -> Tensor:
     """View up to SAMPLE values of a tensor, evenly spaced by an odd step: it meets all columns."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.reshape(-1)
     step = max(1, flat.numel() // SAMPLE - (flat.numel() // SAMPLE + 1) % 2)
-    picked = flat[::step][:SAMPLE]
-    return picked.real + picked.imag if picked.is_complex() else picked
+    return flat[::step][:SAMPLE]
 
 
 class Proof:
@@ -85,20 +92,21 @@ class Proof:
     def __init__(self, copies: Sequence[Copy], sizes: Sequence[int], device: torch.device) -> None:
         """Take the copies and their tensors' sizes, in one order."""
         filled = [min(size, SAMPLE) for size in sizes]
-        whole = torch.tensor([max(1.0, size / SAMPLE) for size in sizes], dtype=torch.float64)
-        scaled = signs(tuple(copy.ordinal for copy in copies)) * whole.sqrt().unsqueeze(1)
+        whole = on_host([max(1.0, size / SAMPLE) for size in sizes])
+        weights = signs(tuple((copy.ordinal, copy.holders[0]) for copy in copies))
+        scaled = weights * whole.sqrt().unsqueeze(1)
         places = [row * SAMPLE + i for row, n in enumerate(filled) for i in range(n)]
-        counts = torch.tensor([copy.count for copy in copies], dtype=torch.float64)
-        weights = torch.tensor([copy.weight for copy in copies], dtype=torch.float64)
+        counts = on_host([copy.count for copy in copies])
+        parts = on_host([copy.weight for copy in copies])
         factors = torch.stack([coefficients(copy.count)[copy.index] for copy in copies])
         self.device = device
         self._signs = to_device(scaled, device)
         self._full = len(places) == len(copies) * SAMPLE
-        self._places = to_device(torch.tensor(places, dtype=torch.int64), device)
+        self._places = to_device(on_host(places, torch.int64), device)
         self._factors = to_device(factors, device)
         self._shares = to_device(1 / counts, device)
-        self._weights = to_device(weights.unsqueeze(1), device)
-        self._slots = torch.tensor([copy.slot for copy in copies])
+        self._parts = to_device(parts.unsqueeze(1), device)
+        self._slots = on_host([copy.slot for copy in copies], torch.int64)
 
     def sketches(self, tensors: Sequence[Tensor]) -> Tensor:
         """Fold each tensor's sample into ``(tensors, SKETCH)`` float64 values.
@@ -117,7 +125,7 @@ class Proof:
     def contribute(self, lanes: Tensor, sketches: Tensor) -> None:
         """Add this rank's copies to the slots' lanes, of shape ``(slots, LANES)``."""
         scale = sketches.square().sum(1) * self._shares
-        rows = torch.cat([sketches * self._factors, scale.unsqueeze(1), self._weights], dim=1)
+        rows = torch.cat([sketches * self._factors, scale.unsqueeze(1), self._parts], dim=1)
         self._slots = to_device(self._slots, lanes.device)
         lanes.index_add_(0, self._slots, to_device(rows, lanes.device))
 

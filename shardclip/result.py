@@ -66,6 +66,11 @@ class ClipResult:
         return values[:groups], values[groups : 2 * groups], values[2 * groups], rest
 
     @property
+    def _smallest(self) -> float:
+        coefs = self._host[1]
+        return math.nan if any(map(math.isnan, coefs)) else min(coefs)
+
+    @property
     def finite(self) -> bool:
         """Whether the total norm is neither NaN nor infinite."""
         return math.isfinite(self._host[2])
@@ -73,7 +78,7 @@ class ClipResult:
     @property
     def clipped(self) -> bool:
         """Whether any gradient was scaled down."""
-        return not self.skipped and any(coef < 1 for coef in self._host[1])
+        return self.finite and not self.skipped and any(coef < 1 for coef in self._host[1])
 
     @property
     def skipped(self) -> bool:
@@ -130,7 +135,7 @@ class ClipResult:
         """Return plain numbers for a logger, norms and sums among them."""
         out = {
             "total_norm": self._host[2],
-            "clip_coef": min(self._host[1]),
+            "clip_coef": self._smallest,
             "clipped_norm": self.clipped_norm,
             "clipped": float(self.clipped),
             "finite": float(self.finite),
@@ -141,7 +146,7 @@ class ClipResult:
         return out
 
     def __repr__(self) -> str:
-        total, coef = self._host[2], min(self._host[1])
+        total, coef = self._host[2], self._smallest
         if self.skipped:
             what = "skipped, gradients untouched"
         elif self.clipped:

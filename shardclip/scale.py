@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compat import to_device
+from .compat import on_host, to_device
 
 # Below this a coefficient is no normal float32 any more, and is applied in two steps.
 _TINY = 2.0**-100
@@ -21,16 +21,20 @@ def scale_(tensors: Sequence[Tensor], coef: float | Tensor) -> None:
             multiplied by without a host sync.
     """
     if isinstance(coef, Tensor):
-        for device in {t.device for t in tensors}:
-            here = [t for t in tensors if t.device == device and t.numel()]
-            if here:
-                torch._foreach_mul_(here, to_device(coef, device))
+        _multiply(tensors, coef)
         return
-    filled = [t for t in tensors if t.numel()]
-    if coef == 1 or not filled:
+    if coef == 1:
         return
     if 0 < coef < _TINY:
-        torch._foreach_mul_(filled, _TINY)
+        _multiply(tensors, on_host(_TINY))
         coef /= _TINY
-    # As a tensor: a Python number would be rounded to a 16-bit gradient's dtype first.
-    torch._foreach_mul_(filled, torch.tensor(coef, dtype=torch.float64))
+    _multiply(tensors, on_host(coef))
+
+
+def _multiply(tensors: Sequence[Tensor], coef: Tensor) -> None:
+    """Multiply by a 0-dim tensor: a Python number would be rounded to a 16-bit gradient's dtype."""
+    for device, dtype in dict.fromkeys((t.device, t.dtype) for t in tensors if t.numel()):
+        here = [t for t in tensors if t.device == device and t.dtype == dtype and t.numel()]
+        # torch takes all tensors in one launch only where the coefficient has their dtype.
+        own = coef.to(dtype) if dtype == torch.float32 else coef
+        torch._foreach_mul_(here, to_device(own, device))

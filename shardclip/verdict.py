@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import kernels, reduce, replicas
+from .compat import on_host
 from .errors import NonFiniteGradientError, ReplicaMismatchError
+from .gradients import Source
 from .measure import Measured
 from .norm import is_maximum
 from .world import World
@@ -128,11 +130,11 @@ def _differences(entries: list[_Held], size: float) -> list[str]:
         tensors[entry.copy.slot, entry.copy.ordinal].append(entry)
     lines = []
     for held in tensors.values():
-        rows = torch.zeros(1, replicas.LANES, dtype=torch.float64)
+        rows = torch.zeros(1, replicas.LANES, dtype=torch.float64, device="cpu")
         copies = [replace(entry.copy, slot=0) for entry in held]
         again = replicas.Proof(copies, [0] * len(copies), rows.device)
         again.contribute(rows, torch.stack([entry.sketch for entry in held]))
-        if bool(replicas.disagreeing(rows, torch.tensor(size))):
+        if bool(replicas.disagreeing(rows, on_host(size))):
             lines.append(_describe(held, rows[0]))
     return lines
 
@@ -224,11 +226,20 @@ class Deferred:
             self._event = torch.Event(failed.device)
             self._event.record()
 
+    def without_parameters(self) -> Deferred:
+        """Forget the parameters but for their names, for a verdict that nobody else keeps."""
+        seats = [
+            replace(seat, source=Source(seat.source.name, None))
+            for seat in self.measured.plan.seats
+        ]
+        self.measured.plan = replace(self.measured.plan, seats=seats, notices=[], _tables=None)
+        return self
+
     def settle(self, world: World) -> None:
         """Wait for the verdict and raise it, on all ranks alike.
 
         Raises:
-            ValueError, TypeError, ReplicaMismatchError: As ``judge``.
+            ValueError, TypeError, ReplicaMismatchError: As ``pass_verdict``.
         """
         if self._event is not None:
             self._event.synchronize()  # waiting, never polling: all ranks raise in the same call

@@ -8,10 +8,23 @@ from torch import Tensor, nn
 
 from shardclip import compat
 from shardclip.gradients import Layout, Source, clean, unique
-from shardclip.ownership import Ownership, Place
+from shardclip.ownership import Place
 from shardclip.world import World
 
 from . import dtensor, fsdp1
+
+_DTYPES = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+"""What can be summed and scaled; the 8-bit types cannot."""
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
@@ -33,15 +46,18 @@ def module_sources(module: nn.Module, world: World) -> list[Source]:
     return unique(sources)
 
 
-def check(tensor: object) -> None:
-    """Refuse a gradient that has no norm; looks at metadata alone.
+def check(tensor: object, gradient: bool = True) -> None:
+    """Refuse a gradient that has no norm (else only what is no tensor); looks at metadata alone.
 
     Raises:
         TypeError: It is no tensor, or a subclass whose meaning is not known.
-        ValueError: It is on the meta device, of an integer dtype, or still to be reduced.
+        ValueError: It is on the meta device, of a dtype that has no norm or cannot be scaled, of
+            overlapping memory, or still to be reduced.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"is a {type(tensor).__name__}; give tensors or (name, tensor) pairs")
+    if not gradient:
+        return
     local = compat.local_tensor(tensor)
     if not compat.is_plain(local):
         raise TypeError(
@@ -50,8 +66,12 @@ def check(tensor: object) -> None:
         )
     if local.device.type == "meta":
         raise ValueError("it is on the meta device and has no values; materialize it first")
-    if not (local.is_floating_point() or local.is_complex()):
+    if local.dtype not in _DTYPES:
         raise ValueError(f"it has dtype {local.dtype}, which has no norm; give floating point")
+    if local.layout == torch.strided and any(
+        step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
+    ):
+        raise ValueError("its elements share memory (an expanded tensor); give a .contiguous() one")
     if compat.is_dtensor(tensor):
         dtensor.refuse_partial(*compat.mesh_and_placements(tensor))
 
@@ -111,13 +131,4 @@ def storage(local: Tensor) -> Tensor:
     return values(local)
 
 
-__all__ = [
-    "Ownership",
-    "Read",
-    "check",
-    "module_sources",
-    "place",
-    "read_grad",
-    "storage",
-    "values",
-]
+__all__ = ["Read", "check", "module_sources", "place", "read_grad", "storage", "values"]

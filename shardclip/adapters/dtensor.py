@@ -51,15 +51,18 @@ def refuse_partial(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
 def place(mesh: DeviceMesh, placements: Sequence[Placement], rank: int) -> ownership.Place | None:
     """Find what this rank holds of a tensor; None where it is not on the tensor's mesh."""
     replicated = tuple(placement.is_replicate() for placement in placements)
-    return _place(mesh, replicated, rank)
+    return _place(mesh, compat.root_mesh(mesh), replicated, rank)
 
 
 @lru_cache(maxsize=1024)
-def _place(mesh: DeviceMesh, replicated: tuple[bool, ...], rank: int) -> ownership.Place | None:
+def _place(
+    mesh: DeviceMesh, root: DeviceMesh, replicated: tuple[bool, ...], rank: int
+) -> ownership.Place | None:
+    # The root is part of the key: to torch a slice may equal a mesh that stands for itself.
     described = _describe(mesh)
     if rank not in described.ranks:
         return None
-    return ownership.place(described, replicated, _describe(compat.root_mesh(mesh)), rank)
+    return ownership.place(described, replicated, _describe(root), rank)
 
 
 def _describe(mesh: Any) -> ownership.Mesh:

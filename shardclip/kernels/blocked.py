@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardclip.compat import numbers_in, on_host
+
 from . import foreach
 
 _ROW = 256  # elements summed in float32, in at least 16 partial sums
@@ -46,7 +48,7 @@ class PowerSums:
         self._runs: list[_Run] = []
         open_runs: dict[object, _Run] = {}
         for index, (tensor, bucket) in enumerate(zip(tensors, buckets, strict=True)):
-            numel = tensor.numel() * (2 if tensor.is_complex() else 1)
+            numel = numbers_in(tensor)
             if not numel:
                 continue
             self._buckets[bucket].append(index)
@@ -61,14 +63,14 @@ class PowerSums:
             run.numel += numel
         self._norms = self._lay_out_rows()
         most = max((norms.numel() for held in self._norms for norms in held), default=0)
-        self._scratch = torch.empty(most, dtype=torch.float64)
+        self._scratch = torch.empty(most, dtype=torch.float64, device="cpu")
 
     def _lay_out_rows(self) -> list[list[Tensor]]:
         """Put the rows' norms of each bucket side by side, one tensor for each precision."""
         laid_out: list[list[Tensor]] = [[] for _ in self._buckets]
         for bucket, wide in dict.fromkeys((run.bucket, run.wide) for run in self._runs):
             runs = [run for run in self._runs if (run.bucket, run.wide) == (bucket, wide)]
-            norms = torch.empty(sum(run.rows for run in runs), dtype=wide)
+            norms = torch.empty(sum(run.rows for run in runs), dtype=wide, device="cpu")
             laid_out[bucket].append(norms)
             for run, view in zip(runs, torch.split(norms, [run.rows for run in runs]), strict=True):
                 run.norms = view
@@ -82,7 +84,7 @@ class PowerSums:
         for bucket, total in enumerate(totals):
             if not _FAINT < total < math.inf:
                 totals[bucket] = _wide_sum([tensors[i] for i in self._buckets[bucket]], p)
-        return torch.tensor(totals, dtype=torch.float64)
+        return on_host(totals)
 
     def _squares(self, tensors: Sequence[Tensor]) -> list[float]:
         for run in self._runs:
@@ -99,7 +101,7 @@ class PowerSums:
         for run in self._runs:
             flat = _flatten(_joined([tensors[index] for index in run.indices]), 1)
             for block in _blocks(flat):
-                parts[run.bucket].append(float(block.abs().sum()))  # torch sums pairwise here
+                parts[run.bucket].append(float(block.abs().sum(dtype=torch.float64)))
         return [math.fsum(part) for part in parts]
 
     def _elementwise(self, tensors: Sequence[Tensor], p: float) -> Tensor:
@@ -108,7 +110,7 @@ class PowerSums:
             held = [tensors[index] for index, _ in order]
             buckets = [bucket for _, bucket in order]
             return foreach.PowerSums(held, buckets, len(self._buckets))(held, p)
-        out = torch.zeros(len(self._buckets), dtype=torch.float64)
+        out = torch.zeros(len(self._buckets), dtype=torch.float64, device="cpu")
         for bucket, held_here in enumerate(self._buckets):
             for index in held_here:
                 for block in torch.split(_flatten(tensors[index], p), _BUFFER):
@@ -142,7 +144,7 @@ def _blocks(flat: Tensor) -> Iterator[Tensor]:
     if flat.dtype in (torch.float32, torch.float64):
         yield from torch.split(flat, _BUFFER)
         return
-    buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=torch.float32)
+    buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=torch.float32, device="cpu")
     for block in torch.split(flat, _BUFFER):
         yield buffer[: block.numel()].copy_(block)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardclip.compat import to_device
+from shardclip.compat import on_host, to_device
 from shardclip.norm import is_maximum
 
 
@@ -26,8 +26,8 @@ class PowerSums:
         self._here: list[tuple[list[int], Tensor, Tensor]] = []
         for device in dict.fromkeys(tensors[index].device for index in filled):
             chosen = [index for index in filled if tensors[index].device == device]
-            held = torch.tensor([buckets[index] for index in chosen])
-            places = to_device(torch.tensor(chosen), self._home)
+            held = on_host([buckets[index] for index in chosen], torch.int64)
+            places = to_device(on_host(chosen, torch.int64), self._home)
             self._here.append((chosen, places, to_device(held, self._home)))
 
     def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
@@ -48,8 +48,7 @@ class PowerSums:
 def _sums(tensors: list[Tensor], p: float) -> list[Tensor]:
     if p == 0:
         # A NaN is no number to be counted: it makes the norm NaN, as for every other p.
-        return [torch.where(t.isnan().any(), math.nan, t.count_nonzero()).double() for t in tensors]
+        return [torch.where(t.isnan().any(), math.nan, t.count_nonzero().double()) for t in tensors]
     real = [t.abs() if t.is_complex() else t for t in tensors]
-    narrow = [t if t.dtype.itemsize > 1 else t.float() for t in real]  # float8 has no norm
-    norms = torch._foreach_norm(narrow, p, torch.float64)
+    norms = torch._foreach_norm(real, p, torch.float64)
     return list(norms) if is_maximum(p) or p == 1 else [n.pow(p) for n in norms]

@@ -234,7 +234,7 @@ def test_following_a_job_ends_with_its_code(job, leftovers):
     [("static", 15, 60), ("c10d", 15, 60), ("static", 300, 8)],
     ids=["static", "c10d", "host-timeout"],
 )
-def test_two_hosts_by_hand_and_the_link_is_cut(  # noqa: PLR0917
+def test_two_hosts_by_hand_and_the_link_is_cut(
     minicluster, leftovers, tmp_path, backend, timeout, host_timeout
 ):
     minicluster.drain()

@@ -109,9 +109,27 @@ def test_any_stride(kernel, view):
 
 
 @KERNELS
-def test_conjugated_and_eight_bit_tensors(kernel):
+def test_conjugated_tensors(kernel):
     assert_sums(kernel, [torch.randn(1000, dtype=torch.complex64).conj()], 2.0, 1e-6)
-    assert_sums(kernel, [torch.randn(1000).to(torch.float8_e4m3fn)], 2.0, 1e-6)
+
+
+@KERNELS
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(kernel, default):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert_sums(kernel, [torch.ones(70_001, dtype=torch.float32)], 0.0, 0)
+        assert_sums(kernel, [torch.ones(70_001, dtype=torch.float32)], 2.0, 1e-6)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("part", [0.4, 0.4686, 0.2181])
+def test_magnitudes_after_a_large_one_are_not_lost(part):
+    tensor = torch.full((1 << 19,), part * 2**-23)
+    tensor[0] = 1
+    assert_sums(blocked, [tensor], 1.0, 1e-6)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

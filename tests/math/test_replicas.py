@@ -10,7 +10,8 @@ TOTAL = torch.tensor(100.0, dtype=torch.float64)
 
 
 def contribute(lanes, tensors, copies):
-    made = replicas.Proof(copies, [t.numel() for t in tensors], torch.device("cpu"))
+    sizes = [t.numel() * (1 + t.is_complex()) for t in tensors]
+    made = replicas.Proof(copies, sizes, torch.device("cpu"))
     made.contribute(lanes, made.sketches(tensors))
 
 

@@ -44,7 +44,11 @@ def step(mesh: Mesh, tensors, p: float, spoil=None) -> measure.Measured:
             owned = own(where, frozenset(mesh.ranks))
             pairs.append((Source(f"t{index}", full, ownership=owned), local))
         made = plan.make(
-            plan.Planner(world, None), pairs, plan.FUNCTION_LANES, maximum=is_maximum(p)
+            plan.Planner(world, None),
+            pairs,
+            plan.FUNCTION_LANES,
+            spread=True,
+            maximum=is_maximum(p),
         )
         assert not made.problems
         local = plan.locals_of(made, [grad for _, grad in pairs])
