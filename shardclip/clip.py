@@ -1,19 +1,18 @@
 """The public functions: torch's and TensorFlow's names, over any sharding, with one all-reduce."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import adapters, compat, gradients, norm, plan, reduce, verdict
+from . import adapters, compat, gradients, norm, reduce
 from .gradients import Layout, Source
-from .measure import Measured, measure
+from .measure import Measured
 from .notices import warn_once
-from .payload import Lanes
 from .reduce import Group
 from .scale import scale_
+from .single import measure_once, rounded
 from .world import World
 
 Parameters = nn.Module | Tensor | Iterable[Any]
@@ -81,15 +80,15 @@ def clip_grad_norm_(
     world = reduce.resolve(group)
     sources = _sources(parameters, world)
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
-    measured, coef = _measured(
+    found, coef = measure_once(
         sources, grads, p, world, layout, strict=error_if_nonfinite, max_norm=max_norm
     )
     gradients.notice_if_used_up(parameters, sources)
-    if isinstance(coef, float) and measured.flags().present == 0:
+    if isinstance(coef, float) and found.flags().present == 0:
         warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
     if not (isinstance(coef, float) and coef == 1):
-        scale_(measured.targets(0), coef)
-    return _returned(measured)
+        scale_(found.targets(0), coef)
+    return rounded(found)
 
 
 def get_total_norm(
@@ -131,9 +130,9 @@ def get_total_norm(
     listed = [tensors] if isinstance(tensors, Tensor) else tensors
     sources = gradients.unique(gradients.of_iterable(listed, "tensors[{}]"))
     values = [source.parameter for source in sources]
-    measured, _ = _measured(sources, values, p, world, layout, strict=error_if_nonfinite)
+    found, _ = measure_once(sources, values, p, world, layout, strict=error_if_nonfinite)
     gradients.notice_if_used_up(tensors, sources)
-    return _returned(measured)
+    return rounded(found)
 
 
 def clip_grads_with_norm_(
@@ -218,8 +217,8 @@ def clip_by_global_norm(
     clip_norm = norm.check_max_norm(clip_norm, "clip_norm")
     sources, world = _listed(t_list), reduce.resolve(group)
     if use_norm is None:
-        measured = _measured_list(sources, world, layout)
-        total, returned = measured.total_norm, _returned(measured)
+        found = _measured_list(sources, world, layout)
+        total, returned = found.total_norm, rounded(found)
     else:
         _check_all(sources, [source.parameter for source in sources])
         total = _as_float64(use_norm)
@@ -253,60 +252,14 @@ def global_norm(
     References:
         ``tf.linalg.global_norm``, ``optax.global_norm``.
     """
-    return _returned(_measured_list(_listed(t_list), reduce.resolve(group), layout))
-
-
-_pending: dict[tuple[int, ...], verdict.Deferred] = {}
-
-
-def _measured(
-    sources: Sequence[Source],
-    grads: Sequence[Tensor | None],
-    p: float,
-    world: World,
-    layout: Layout,
-    *,
-    strict: bool = False,
-    max_norm: float = math.inf,
-    numbers: Sequence[int] | None = None,
-) -> tuple[Measured, float | Tensor]:
-    """Plan, sum, reduce and judge; return the measurement and the coefficient.
-
-    The coefficient is a number where reading it costs nothing, else a tensor.
-    """
-    previous = _pending.pop(world.ranks, None)
-    if previous is not None:
-        previous.settle(world)
-    lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
-    pairs = list(zip(sources, grads, strict=True))
-    made = plan.make(
-        plan.Planner(world, layout),
-        pairs,
-        lanes,
-        numbers=numbers,
-        spread=True,
-        maximum=norm.is_maximum(p),
-    )
-    # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
-    reads = strict or made.proves or bool(made.problems) or not made.seats
-    measured = measure(made, grads, p, world, strict=strict, reads=reads)
-    deferred = verdict.pass_verdict(measured, world)
-    for about, message in made.notices:
-        warn_once(about, message)
-    coef = norm.clip_coef(measured.total_norm, max_norm)
-    if deferred is None:
-        return measured, float(coef)
-    _pending[world.ranks] = deferred.without_parameters()
-    failed = deferred.failed.to(measured.total_norm.device)
-    measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
-    return measured, torch.where(failed, 1.0, coef)
+    return rounded(_measured_list(_listed(t_list), reduce.resolve(group), layout))
 
 
 def _measured_list(sources: Sequence[Source], world: World, layout: Layout) -> Measured:
     """Measure a list's tensors; their places in it tell which are copies of which."""
     places = [int(source.name[len("t_list[") : -1]) for source in sources]
     values = [source.parameter for source in sources]
-    return _measured(sources, values, 2.0, world, layout, numbers=places)[0]
+    return measure_once(sources, values, 2.0, world, layout, numbers=places)[0]
 
 
 def _as_float64(known: Tensor | float) -> Tensor:
@@ -336,11 +289,6 @@ def _listed(t_list: Sequence[Tensor | None]) -> list[Source]:
     if isinstance(t_list, Tensor) or not isinstance(t_list, Sequence):
         raise TypeError(f"t_list must be a sequence of tensors, got {type(t_list).__name__}")
     return [s for s in gradients.of_iterable(t_list, "t_list[{}]") if s.parameter is not None]
-
-
-def _returned(measured: Measured) -> Tensor:
-    """Round the norm to what this rank's gradients call for, on their device."""
-    return measured.total_norm.to(measured.like(), copy=True)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardclip import GradClipper, ReplicaMismatchError, clip, clip_grad_norm_, kernels, measure
+from shardclip import GradClipper, ReplicaMismatchError, clip_grad_norm_, kernels, measure, single
 from shardclip.kernels import foreach
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.tensors import S0, local_of, mesh_of, parameter, sharded
@@ -39,7 +39,7 @@ def as_on_a_device():
         yield
     finally:
         patch.undo()
-        clip._pending.clear()
+        single._pending.clear()
 
 
 def sharded_parameter():

@@ -1,0 +1,64 @@
+"""One measurement on its own: planned anew, reduced and judged. What the functions do."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import norm, plan, verdict
+from .gradients import Layout, Source
+from .measure import Measured, measure
+from .notices import warn_once
+from .payload import Lanes
+from .world import World
+
+_pending: dict[tuple[int, ...], verdict.Deferred] = {}
+
+
+def measure_once(
+    sources: Sequence[Source],
+    grads: Sequence[Tensor | None],
+    p: float,
+    world: World,
+    layout: Layout,
+    *,
+    strict: bool = False,
+    max_norm: float = math.inf,
+    numbers: Sequence[int] | None = None,
+) -> tuple[Measured, float | Tensor]:
+    """Plan, sum, reduce and judge; return the measurement and the coefficient.
+
+    The coefficient is a number where reading it costs nothing, else a tensor.
+    """
+    previous = _pending.pop(world.ranks, None)
+    if previous is not None:
+        previous.settle(world)
+    lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
+    pairs = list(zip(sources, grads, strict=True))
+    made = plan.make(
+        plan.Planner(world, layout),
+        pairs,
+        lanes,
+        numbers=numbers,
+        spread=True,
+        maximum=norm.is_maximum(p),
+    )
+    # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
+    reads = strict or made.proves or bool(made.problems) or not made.seats
+    found = measure(made, grads, p, world, strict=strict, reads=reads)
+    deferred = verdict.pass_verdict(found, world)
+    for about, message in made.notices:
+        warn_once(about, message)
+    coef = norm.clip_coef(found.total_norm, max_norm)
+    if deferred is None:
+        return found, float(coef)
+    _pending[world.ranks] = deferred.without_parameters()
+    failed = deferred.failed.to(found.total_norm.device)
+    found.total_norm = torch.where(failed, torch.nan, found.total_norm)
+    return found, torch.where(failed, 1.0, coef)
+
+
+def rounded(found: Measured) -> Tensor:
+    """Round the norm to what this rank's gradients call for, on their device."""
+    return found.total_norm.to(found.like(), copy=True)
