@@ -121,7 +121,7 @@ class Tables:
             if bucket.key is not None
         ]
         routes = compat.to_device(compat.on_host(rows, torch.int64), device)
-        weights = torch.tensor([bucket.weight for bucket in plan.buckets])
+        weights = compat.on_host([bucket.weight for bucket in plan.buckets])
         held = [(s.copy, w) for s, w in zip(plan.seats, wholes, strict=True) if s.copy is not None]
         proof = None
         if held:

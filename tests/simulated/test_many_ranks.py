@@ -125,3 +125,16 @@ def test_more_copies_than_slots_share_them():
     shared = found.proof[:, replicas.SKETCH + 1] > 1.5
     assert int(shared.sum()) == 7
     assert not replicas.suspicious(found.proof, found.size()).any()
+
+
+def test_three_copies_of_a_tensor_that_each_rank_reads_in_full_count_once():
+    """A third is no float32 number: the sum is weighted in float64."""
+    tensors = torch.full((7,), 3.0)
+    payloads = []
+    for rank in range(3):
+        planner = plan.Planner(World((0, 1, 2), rank), None)
+        made = plan.make(planner, [(Source("t", tensors), tensors)], plan.FUNCTION_LANES)
+        parts, wholes = plan.readings(made, [tensors])
+        sketches = measure.sketch(made, parts, wholes, CPU)
+        payloads.append(measure.fill(made, parts, wholes, sketches, 0.0, CPU))
+    assert float(sum(payload[0] for payload in payloads)) == pytest.approx(7, rel=1e-15)
