@@ -40,4 +40,4 @@ bench: $(READY)  ## time shardclip beside torch on the same gradients
 	$(BIN)/python -m benchmarks
 
 clean:  ## remove the virtual environment and everything generated
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

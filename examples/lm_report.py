@@ -14,29 +14,37 @@ Record = dict[str, Any]
 WIDTH = 79  # one column is left free, so that no terminal of 80 wraps
 
 
-class Progress:
+class ProgressBar:
     """A bar where `stream` is a terminal, else a plain line every tenth of the run.
 
     A bar rewrites its line, which tears a log file; hence the two forms.
 
     Args:
         title: Name of the run, shown on every line.
-        steps: Number of steps to come.
+        steps: Number of steps of the run.
+        done: Those done before, by the training that this one goes on with.
         shown: False on the ranks that stay silent.
         stream: Where to write; None for standard output.
     """
 
     def __init__(
-        self, title: str, steps: int, *, shown: bool = True, stream: TextIO | None = None
+        self,
+        title: str,
+        steps: int,
+        done: int = 0,
+        *,
+        shown: bool = True,
+        stream: TextIO | None = None,
     ) -> None:
         self._stream = stream or sys.stdout
         self._title, self._steps, self._shown = title, steps, shown
         self._every = max(1, steps // 10)
-        self._done = 0
+        self._done = done
         self._bar: tqdm[Any] | None = None
         if shown and self._stream.isatty():
             self._bar = tqdm(
                 total=steps,
+                initial=done,
                 desc=title,
                 file=self._stream,
                 ncols=WIDTH,

@@ -1,29 +1,39 @@
 """Train a small language model twice, without and with clipping, under FSDP2.
 
-Start it with `make demo`, or with torchrun and any number of ranks:
+Start it with `make demo`, or with any number of ranks on one host or many:
 
+    shardclip-launch run -n 4 examples/train_lm.py
+    shardclip-launch slurm -N 2 -n 4 examples/train_lm.py
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py
+    srun -N 2 --ntasks-per-node 4 python examples/train_lm.py
+    python examples/train_lm.py
 
 Both runs start from the same weights and read the same batches at a learning rate that is hot
 enough to hurt. The metrics go to `runs/demo/metrics.jsonl`, the picture to
 `runs/demo/training.png`.
+
+On a notice to stop (TERM or USR1 to any rank, or the launcher's stop file) all ranks end the same
+step, save, and exit 0; started again, they go on at the next step with the same losses as a
+training that was never stopped.
 """
 
 import argparse
 import math
-import os
-import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from lm_checkpoint import Checkpoints, Progress
 from lm_data import load_corpus, windows
 from lm_model import ByteLM, Shape
-from lm_report import Progress, Record, table, write_metrics
+from lm_report import ProgressBar, Record, table, write_metrics
 from plot_training import draw
+from shardclip.launch import StopSignal, init_distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -48,44 +58,70 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checks", type=int, default=5, help="norms checked in each run")
     parser.add_argument("--files", type=int, default=None, help="source files to read [all]")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where results go")
-    return parser.parse_args(arguments)
+    parser.add_argument("--checkpoint", type=Path, default=None, help="[OUT/checkpoint]")
+    parser.add_argument("--save-every", type=int, default=0, help="steps; 0: only when stopped")
+    parser.add_argument("--timeout", type=float, default=600, help="of a collective, in seconds")
+    args = parser.parse_args(arguments)
+    args.checkpoint = args.checkpoint or args.out / "checkpoint"
+    return args
+
+
+@dataclass
+class Trainee:
+    """What one run trains."""
+
+    model: ByteLM
+    optimizer: torch.optim.AdamW
+    clipper: shardclip.GradClipper
 
 
 def main() -> None:
     """Train both runs, then write the metrics, the picture and the table on rank 0."""
     args = parse_args()
-    if "RANK" not in os.environ:
-        sys.exit("start it with: torchrun --standalone --nproc-per-node 4 examples/train_lm.py")
-    device = join_group()
-    first = dist.get_rank() == 0
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    stop = StopSignal()
+    place = init_distributed(timeout=args.timeout)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = init_device_mesh(device.type, (place.world_size,), mesh_dim_names=("dp",))
     training, held_out = load_corpus(args.files)
-    if first:
+    if place.rank == 0:
         introduce(args, device, len(training))
 
-    records: list[Record] = []
-    validation: dict[str, float] = {}
+    checkpoints = Checkpoints(args.checkpoint, settings(args, place.world_size, len(training)))
+    progress = checkpoints.progress() or Progress(UNCLIPPED)
     for run, max_norm in ((UNCLIPPED, math.inf), (CLIPPED, args.max_norm)):
-        model = build_model(args.seed, device, mesh)
-        clipper = shardclip.GradClipper(model, max_norm=max_norm, also=("loss",))
-        records += train(run, model, clipper, draw_batches(training, args, device), args)
-        validation[run] = validate(model, held_out, args, device)
-    if first:
-        finish(args, records, validation)
+        if run in progress.validation:
+            continue  # done before the training was stopped
+        trainee = build(args, max_norm, device, mesh)
+        if progress.run != run:
+            progress.run, progress.step = run, 0
+        elif progress.step:
+            checkpoints.load(trainee.model, trainee.optimizer)
+        batches = islice(draw_batches(training, args, device), progress.step, None)
+        if train(trainee, progress, batches, args, stop, checkpoints):
+            break
+        progress.validation[run] = validate(trainee.model, held_out, args, device)
+    else:
+        if place.rank == 0:
+            finish(args, progress)
+        checkpoints.clear()
     dist.barrier()  # no rank takes its connections down while another still draws
     dist.destroy_process_group()
 
 
-def join_group() -> torch.device:
-    """Join torchrun's ranks: NCCL with one CUDA device a rank, else Gloo on the CPU."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    return device
+def settings(args: argparse.Namespace, ranks: int, characters: int) -> dict[str, Any]:
+    """Return what decides the losses: with other values it is another training."""
+    names = ("steps", "lr", "max_norm", "batch", "accumulation", "seed")
+    return {name: getattr(args, name) for name in names} | {"ranks": ranks, "text": characters}
+
+
+def build(
+    args: argparse.Namespace, max_norm: float, device: torch.device, mesh: DeviceMesh
+) -> Trainee:
+    """Build what a run starts from, the same for both but for the threshold."""
+    model = build_model(args.seed, device, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    clipper = shardclip.GradClipper(model, max_norm=max_norm, also=("loss", "stop"))
+    return Trainee(model, optimizer, clipper)
 
 
 def build_model(seed: int, device: torch.device, mesh: DeviceMesh) -> ByteLM:
@@ -115,32 +151,48 @@ def draw_batches(
 
 
 def train(
-    run: str,
-    model: ByteLM,
-    clipper: shardclip.GradClipper,
+    trainee: Trainee,
+    progress: Progress,
     batches: Iterator[list[Tensor]],
     args: argparse.Namespace,
-) -> list[Record]:
-    """Train for `args.steps` steps and return one record for each."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    progress = Progress(run, args.steps, shown=dist.get_rank() == 0)
-    spacing = max(1, args.steps // max(1, args.checks))
-    records: list[Record] = []
-    for step in range(args.steps):
+    stop: StopSignal,
+    checkpoints: Checkpoints,
+) -> bool:
+    """Train what is left of `args.steps` steps; returns True if stopped before or at the last.
+
+    The notice to stop travels in the clipper's own all-reduce, so all ranks stop at one step.
+    """
+    model, optimizer = trainee.model, trainee.optimizer
+    bar = ProgressBar(progress.run, args.steps, progress.step, shown=dist.get_rank() == 0)
+    stopped = False
+    while progress.step < args.steps and not stopped:
         start = time.perf_counter()
         loss = backward(model, next(batches))
-        expected = gathered_norm(model) if args.checks and step % spacing == 0 else None
-        result = clipper.clip_(also={"loss": loss})
+        expected = gathered_norm(model) if is_checked(progress.step, args) else None
+        result = trainee.clipper.clip_(also={"loss": loss, "stop": stop.flag})
         optimizer.step()
         optimizer.zero_grad()
-        record = {"run": run, "step": step, **summarise(result)}
+        record = {"run": progress.run, "step": progress.step, **summarise(result)}
         if expected is not None:
-            record["norm_error"] = check(record["total_norm"], expected, step, progress)
+            record["norm_error"] = check(record["total_norm"], expected, progress.step, bar)
         record["seconds"] = time.perf_counter() - start
-        records.append(record)
-        progress.update(record)
-    progress.close()
-    return records
+        progress.records.append(record)
+        progress.step += 1
+        bar.update(record)
+        stopped = result.sums["stop"] > 0
+        if stopped or (args.save_every and progress.step % args.save_every == 0):
+            checkpoints.save(progress, model, optimizer)
+    if stopped:
+        stop.mark(len(progress.records))  # of both runs; the batch script tells it
+        bar.note(f"stopped after step {progress.step}; the same command goes on from there")
+    bar.close()
+    return stopped
+
+
+def is_checked(step: int, args: argparse.Namespace) -> bool:
+    """Tell whether the norm of this step is compared with the gathered one."""
+    spacing = max(1, args.steps // max(1, args.checks))
+    return bool(args.checks) and step % spacing == 0
 
 
 def backward(model: ByteLM, micro_batches: list[Tensor]) -> Tensor:
@@ -178,12 +230,12 @@ def gathered_norm(model: ByteLM) -> float:
     return math.sqrt(squares)
 
 
-def check(norm: float, expected: float, step: int, progress: Progress) -> float:
+def check(norm: float, expected: float, step: int, bar: ProgressBar) -> float:
     """Say how far the norm is from the gathered one, and stop the run where that is too far."""
     if not math.isfinite(expected):
         return 0.0 if not math.isfinite(norm) else math.inf
     error = abs(norm - expected) / expected
-    progress.note(
+    bar.note(
         f"          step {step + 1:>4}: norm {norm:.7g}, gathered in float64 {expected:.7g}"
         f", {error:.0e} off"
     )
@@ -219,12 +271,12 @@ def introduce(args: argparse.Namespace, device: torch.device, characters: int) -
     )
 
 
-def finish(args: argparse.Namespace, records: list[Record], validation: dict[str, float]) -> None:
+def finish(args: argparse.Namespace, progress: Progress) -> None:
     """Write the metrics and the picture, and print the table."""
     args.out.mkdir(parents=True, exist_ok=True)
-    write_metrics(args.out / "metrics.jsonl", records)
-    draw(records, args.max_norm, args.out / "training.png")
-    print(f"\n{table(records, args.max_norm, validation)}\n")
+    write_metrics(args.out / "metrics.jsonl", progress.records)
+    draw(progress.records, args.max_norm, args.out / "training.png")
+    print(f"\n{table(progress.records, args.max_norm, progress.validation)}\n")
     print(f"metrics: {args.out / 'metrics.jsonl'}\npicture: {args.out / 'training.png'}")
 
 

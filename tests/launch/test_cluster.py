@@ -11,7 +11,8 @@ import pytest
 
 HERE = Path(__file__).parent
 RANKS = HERE / "ranks.py"
-EXAMPLE = HERE.parents[1] / "examples" / "train_resumable.py"
+TRAIN_LM = HERE.parents[1] / "examples" / "train_lm.py"
+RESUMABLE = HERE / "resumable.py"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.xdist_group("cluster"),
@@ -21,6 +22,10 @@ pytestmark = [
 
 def losses(text):
     return re.findall(r"step \d+ loss \S+", text)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def last_report(output):
@@ -34,13 +39,11 @@ def test_check(job, leftovers):
     seen = [(facts["rank"], facts["host"], facts["local_rank"]) for facts in report["ranks"]]
     assert seen == [(0, "n1", 0), (1, "n1", 1), (2, "n2", 0), (3, "n2", 1)]
     checks = {finding["check"]: finding for finding in report["checks"]}
-    norm = checks.pop("gradient norm")
     assert all(finding["ok"] for finding in checks.values()), checks
     assert "reached from 2 host(s)" in checks["head address"]["text"]
-    assert (done.returncode == 0) == norm["ok"]
-    if not norm["ok"]:
-        assert "shardclip could not run: ModuleNotFoundError" in norm["text"]
-        assert "gradient norm: at fault: n1, n2" in done.stderr
+    norms = [facts["gradient_norm"] for facts in report["ranks"]]
+    assert all(abs(seen["norm"] / seen["reference"] - 1) < 1e-6 for seen in norms), norms
+    assert (done.returncode, report["ok"]) == (0, True)
     leftovers.assert_none()
 
 
@@ -58,11 +61,17 @@ def test_check_names_the_host_that_does_not_answer(job, leftovers):
     leftovers.assert_none()
 
 
-def test_training_over_two_nodes_with_two_ranks_each(job, leftovers):
-    job.submit("-N2", "-n2", EXAMPLE, "--steps=12", "--checkpoint=ck")
-    assert job.wait() == ("COMPLETED", 0, 0)
-    assert len(losses(job.output)) == 12
-    assert job.output.endswith("done\n")
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_demo_over_two_nodes_with_two_ranks_each(job, leftovers, tmp_path, launcher):
+    small = ["--steps=6", "--files=40", "--batch=1", "--checks=2", "--out=demo"]
+    job.submit("-N2", "-n2", f"--launcher={launcher}", TRAIN_LM, *small)
+    assert job.wait() == ("COMPLETED", 0, 0), job.output
+    assert job.output.startswith("FSDP2 on 4 cpu ranks")
+    steps = metrics(tmp_path / "demo")
+    assert [step["run"] for step in steps] == 6 * ["unclipped"] + 6 * ["clipped"]
+    assert all(step.get("norm_error", 0) < 1e-6 for step in steps)
+    assert steps[-1]["clipped_norm"] == pytest.approx(0.5, rel=1e-4)
+    assert job.output.endswith("picture: demo/training.png\n")
     logs = sorted(path.name for path in job.run_dir.glob("*.log"))
     assert logs == [f"n{n}-rank{2 * n - 2 + i}-restart0.log" for n in (1, 2) for i in (0, 1)]
     leftovers.assert_none()
@@ -96,25 +105,21 @@ def test_a_killed_rank(job, leftovers):
     leftovers.assert_none()
 
 
-def test_preempted_it_saves_is_requeued_and_resumes(job, leftovers):
-    job.submit(
-        "-N3", "-n1", EXAMPLE, "--steps=40", "--pause=0.3", "--checkpoint=ck"
-    )  # fmt: skip
-    job.wait_for("step 5 ")
+def test_preempted_the_demo_saves_is_requeued_and_resumes(job, leftovers, tmp_path):
+    small = ["--steps=100", "--files=40", "--batch=1", "--checks=0", "--out=demo"]
+    job.submit("-N3", "-n1", TRAIN_LM, *small)
+    job.wait_for("unclipped   10/100")
     job.login("srun", "--partition=urgent", "-N3", "--exclusive", "sleep", "1")
     state, code, restarts = job.wait(240)
-    assert (state, code) == ("COMPLETED", 0)
+    assert (state, code) == ("COMPLETED", 0), job.output
     assert restarts >= 1
-    stopped = re.search(r"stopped at step (\d+); requeue 1 of 3", job.output)
-    assert stopped
-    assert 5 < int(stopped[1]) < 40
-    resumed = losses(job.output)
-    assert len(resumed) == 40
-    whole = job.login(
-        sys.executable, "-m", "shardclip.launch", "run", "-n3", EXAMPLE, "--steps=40",
-        "--checkpoint=whole",
-    )  # fmt: skip
-    assert losses(whole.stdout) == resumed
+    saved = re.search(r"stopped at step (\d+); requeue 1 of 3", job.output)
+    assert saved
+    assert 10 <= int(saved[1]) < 200
+    # no step is missing, none was trained twice; test_run.py shows that the losses are the same
+    steps = metrics(tmp_path / "demo")
+    assert [step["step"] for step in steps] == 2 * list(range(100))
+    assert "picture: demo/training.png" in job.output
     leftovers.assert_none()
 
 
@@ -143,7 +148,7 @@ def test_usr1_to_the_batch_shell_alone(job, leftovers):
 
 def test_a_node_loses_power_and_the_job_goes_on_elsewhere(job, minicluster, leftovers):
     job.submit(
-        "-N2", "-n1", EXAMPLE, "--steps=25", "--pause=0.3", "--save-every=5", "--checkpoint=ck",
+        "-N2", "-n1", RESUMABLE, "--steps=25", "--pause=0.3", "--save-every=5", "--checkpoint=ck",
         "--timeout=20",
     )  # fmt: skip
     job.wait_for("step 6 ")

@@ -1,9 +1,7 @@
-"""Train a tiny model that can be stopped anywhere and resumes with the same losses.
+"""A loop of torch alone that stops and resumes, for tests that need many quick or slow steps.
 
-    shardclip-launch run -n 2 examples/train_resumable.py --steps 40
-    shardclip-launch slurm -N 2 -n 2 examples/train_resumable.py --steps 40
-
-A notice (TERM, USR1, or the stop file) makes all ranks stop at one step, save, and exit 0.
+`examples/train_lm.py` does the same for a real model. Here a step takes no time but `--pause`, so
+a test can say when in the training something happens.
 """
 
 import argparse
@@ -40,7 +38,7 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     if not latest.exists():
         return 0
     # imported where it is used: this takes as long as importing torch
-    from torch.distributed.checkpoint.state_dict_loader import (  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_loader import (
         load as load_checkpoint,
     )
 
@@ -54,7 +52,7 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 def save(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Save a checkpoint, and only then name it as the latest."""
-    from torch.distributed.checkpoint.state_dict_saver import (  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_saver import (
         save as save_checkpoint,
     )
 

@@ -1,0 +1,72 @@
+"""The demo alone in one process, stopped or killed anywhere: it goes on as if it had not been."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN_LM = Path(__file__).parents[2] / "examples" / "train_lm.py"
+SMALL = ("--steps=2", "--files=40", "--batch=1", "--checks=0")
+
+
+def start(out, *more, **environ):
+    return subprocess.Popen(
+        [sys.executable, TRAIN_LM, *SMALL, "--out", out, *more],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def train(out, *more, code=0, **environ):
+    process = start(out, *more, **environ)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == code, errors
+    return output + errors
+
+
+def metrics(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row | {"seconds": None} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    train(out)
+    rows = metrics(out)
+    assert len(rows) == 4
+    return rows
+
+
+def test_stopped_in_a_run_and_at_its_end(tmp_path, whole):
+    out, stop, marker = tmp_path / "out", tmp_path / "stop", tmp_path / "stopped"
+    stop.touch()
+    told = {"SHARDCLIP_STOP_FILE": str(stop), "SHARDCLIP_STOP_MARKER": str(marker)}
+    for step in (1, 2):
+        assert f"stopped after step {step};" in train(out, **told)
+        assert marker.read_text() == f"{step}\n"
+    assert not (out / "metrics.jsonl").exists()
+    refusal = train(out, "--lr=0.1", code=1)
+    assert "holds a training with lr 0.004, now 0.1" in refusal
+    train(out)
+    assert metrics(out) == whole
+
+
+def test_killed_after_a_save(tmp_path, whole):
+    process = start(tmp_path, "--save-every=1")
+    end = time.monotonic() + 60
+    while not (tmp_path / "checkpoint/latest.json").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    latest = json.loads((tmp_path / "checkpoint/latest.json").read_text())
+    assert latest["progress"]["records"]
+    train(tmp_path)
+    assert metrics(tmp_path) == whole
+    # it went on from there, and did not train those steps again
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[: len(latest["progress"]["records"])] == latest["progress"]["records"]
