@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from .errors import LaunchError
+from .errors import STOPPED, LaunchError
 from .options import BatchOptions
 from .quoting import for_sbatch, for_shell
 
@@ -65,10 +65,10 @@ if [ "$code" -eq 0 ] && [ -e "$SHARDCLIP_STOP_MARKER" ]; then
   step_saved=$(cat -- "$SHARDCLIP_STOP_MARKER")
   if [ "$restart" -ge "$max_requeues" ]; then
     echo "stopped at step $step_saved; requeued $restart times, the limit: submit again" >&2
-    exit 75
+    exit @STOPPED@
   fi
   echo "stopped at step $step_saved; requeue $((restart + 1)) of $max_requeues" >&2
-  scontrol requeue "$job" || exit 75
+  scontrol requeue "$job" || exit @STOPPED@
   exit 0
 fi
 exit "$code"
@@ -97,7 +97,8 @@ def render(options: BatchOptions, show: Callable[[str, str], str] | None = None)
         lines.append(f"export {name}={for_shell(show(name, value) if show else value)}")
     lines += ["", *_command(options), "", _PROLOGUE]
     lines += _step(options)
-    return "\n".join(lines) + "\n" + _EPILOGUE.replace("@NOTICE@", options.notice_signal)
+    epilogue = _EPILOGUE.replace("@NOTICE@", options.notice_signal)
+    return "\n".join(lines) + "\n" + epilogue.replace("@STOPPED@", str(STOPPED))
 
 
 def _validate(options: BatchOptions) -> None:

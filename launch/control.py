@@ -89,11 +89,6 @@ class ControlServer:
             for guard in self._guards:
                 _write(guard, message)
 
-    def forget(self) -> None:
-        """Drop the kept messages."""
-        with self._mutex:
-            self._said.clear()
-
     def _accept(self) -> None:
         while True:
             guard, _ = self._server.accept()

@@ -49,19 +49,6 @@ def refuse_loopback(host: str, addresses: list[str], nnodes: int) -> None:
         )
 
 
-def is_local(addresses: list[str]) -> bool:
-    """Tell whether one of the addresses is this host's, by binding to it."""
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((address.split("%")[0], 0))
-            except OSError:
-                continue
-            return True
-    return False
-
-
 def free_port(family: socket.AddressFamily = socket.AF_INET) -> int:
     """Return a port that could be bound on all of this host's addresses."""
     while True:

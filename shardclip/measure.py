@@ -189,11 +189,18 @@ def conclude(
     group_norms = norm.finish(powers[: lanes.groups], p)
     total_norm = norm.finish(total, p)
     if lanes.slots and not norm.is_maximum(p):
-        # Copies are read in parts; one whose part was fine may not be finite in the sample. For
-        # p = 0 an infinity counts like any number; its square keeps it apart from NaN.
-        proof = lanes.proof(payload)
-        sampled = proof[:, : replicas.SKETCH].sum() if p != 0 else proof[:, replicas.SKETCH].sum()
-        poison = sampled * 0 if p != 0 else torch.where(sampled.isnan(), torch.nan, 0.0)
+        poison = _poison(lanes.proof(payload), p)
         group_norms = torch.where(torch.isfinite(group_norms), group_norms + poison, group_norms)
         total_norm = torch.where(torch.isfinite(total_norm), total_norm + poison, total_norm)
     return Measured(payload, powers, group_norms, total_norm, plan, p, local, wholes, sketches)
+
+
+def _poison(proof: Tensor, p: float) -> Tensor:
+    """Return NaN where a sampled value is not finite, else 0.
+
+    Copies are read in parts: where each rank's part was fine, the sample may still show a fault.
+    """
+    if p != 0:
+        return proof[:, : replicas.SKETCH].sum() * 0
+    # An infinity counts like any number here; in the scale, a square, it does not turn into NaN.
+    return torch.where(proof[:, replicas.SKETCH].sum().isnan(), torch.nan, 0.0)

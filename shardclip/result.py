@@ -31,7 +31,7 @@ class ClipResult:
         *,
         keys: Sequence[str] = (),
         sums: Sequence[str] = (),
-        skipped: bool | None = None,
+        skipped: bool = False,
         nonfinite: Sequence[str] | None = None,
     ) -> None:
         """Take what the clipper worked out.
@@ -41,7 +41,7 @@ class ClipResult:
             coefs: float64 coefficients of the param groups, on the payload's device.
             keys: Names of the norms.
             sums: Names of the caller's numbers.
-            skipped: Whether the step was skipped; None: not read yet, it was not.
+            skipped: Whether the step was skipped.
             nonfinite: This rank's parameters that are not finite, where that is known already.
         """
         like = measured.like()
@@ -51,7 +51,7 @@ class ClipResult:
         self._coefs = coefs
         self._keys = tuple(keys)
         self._sums = tuple(sums)
-        self._skipped = bool(skipped)
+        self._skipped = skipped
         self._nonfinite = nonfinite
 
     @cached_property
