@@ -19,7 +19,6 @@ from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .gradients import Source
 from .measure import Measured
 from .norm import is_maximum
-from .payload import FLAGS
 from .world import World
 
 _MEND = (
@@ -215,7 +214,7 @@ class Deferred:
     """
 
     def __init__(self, measured: Measured) -> None:
-        failed = measured.payload[measured.plan.lanes.flags][FLAGS.index("errors")] > 0
+        failed = measured.plan.lanes.failed(measured.payload)
         if not is_maximum(measured.p):
             differ = replicas.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
