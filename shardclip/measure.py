@@ -77,7 +77,7 @@ class Measured:
         return lanes.heard(self.payload[lanes.flags].tolist())
 
     def kept(self) -> list[bool]:
-        """Tell seat by seat, from the kernel's sums of this step, what was not finite."""
+        """Tell for all that was read, from the kernel's sums of this step, what was not finite."""
         if self.each is None:
             return []
         return (~torch.isfinite(self.each)).tolist()

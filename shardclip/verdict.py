@@ -86,9 +86,12 @@ def nonfinite_names(measured: Measured) -> list[str]:
 
     Reads the gradients once more; where they are gone, the sums that the kernel has kept.
     """
-    flags = [bool(kernels.any_nonfinite(whole)) for whole in measured.wholes] or measured.kept()
-    seats = measured.plan.seats[: len(flags)]
-    return list(dict.fromkeys(s.source.name for s, bad in zip(seats, flags, strict=True) if bad))
+    flags = [bool(kernels.any_nonfinite(whole)) for whole in measured.wholes]
+    seats = measured.plan.seats
+    if not flags:
+        flags, seats = measured.kept(), measured.plan.read()
+    pairs = zip(seats, flags, strict=bool(flags))
+    return list(dict.fromkeys(seat.source.name for seat, bad in pairs if bad))
 
 
 def raise_mismatch(measured: Measured, world: World) -> None:
