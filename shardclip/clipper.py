@@ -164,7 +164,7 @@ class GradClipper:
         if self._deferred is not None:
             failed = self._deferred.failed.to(measured.total_norm.device)
             measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
-        elif measured.flags().present == 0:
+        elif measured.flags.present == 0:
             warn_once(self, NO_GRADIENTS)
         coefs = self._coefs(measured, limits)
         skipped, names = self._nonfinite(measured)
@@ -251,6 +251,7 @@ class GradClipper:
         """Return the plan for these gradients, made anew only if their set has changed."""
         signature = compat.signatures(grads)
         if self._plan is not None and signature == self._signature:
+            self._signature = signature  # often the same objects again, which compare faster
             return self._plan, False
         made = plan.make(
             self._planner,

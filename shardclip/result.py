@@ -58,7 +58,7 @@ class ClipResult:
     def _host(self) -> tuple[list[float], list[float], float, list[float]]:
         """Read everything at once: group norms, coefficients, total, and the other lanes."""
         measured, groups = self._measured, self._measured.plan.lanes.groups
-        keys = norm.finish(measured.powers[groups:], measured.p)
+        keys = measured.norms[groups:]
         added = measured.payload[measured.plan.lanes.added]
         parts = [measured.group_norms, self._coefs, measured.total_norm.view(1), keys, added]
         values = torch.cat(parts).tolist()
