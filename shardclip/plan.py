@@ -70,6 +70,7 @@ class Plan:
         dense: No gradient is sparse.
         wide: Some gradient is of double precision.
         splits: Some gradient is read in part.
+        build: Makes the kernel.
     """
 
     lanes: Lanes
@@ -81,6 +82,7 @@ class Plan:
     dense: bool = True
     wide: bool = False
     splits: bool = False
+    build: Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel] = kernels.build
 
     _tables: Tables | None = None
 
@@ -154,7 +156,7 @@ class Tables:
             copies = [copy for copy, _ in held]
             sizes = [compat.numbers_in(w) for _, w in held]
             proof = replicas.Proof(copies, sizes, held[0][1].device)
-        kernel = kernels.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
+        kernel = plan.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
         whole = range(plan.lanes.nans.stop)
         direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in plan.buckets)
         weights = compat.to_device(weights, device)
@@ -349,14 +351,17 @@ def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
     wholes = list(local) if plan.dense else [adapters.values(tensor) for tensor in local]
     if not plan.splits:
         return wholes, wholes
-    parts = []
-    for seat, whole in zip(plan.seats, wholes, strict=True):
-        if seat.part == (0, 1):
-            parts.append(whole)
-        elif seat.part is not None:  # cut in logical order, so that copies of other strides agree
-            start, stop = segment(whole.numel(), *seat.part)
-            parts.append(whole.reshape(-1)[start:stop])
-    return parts, wholes
+    pairs = zip(plan.seats, wholes, strict=True)
+    return [cut(seat, whole) for seat, whole in pairs if seat.part is not None], wholes
+
+
+def cut(seat: Seat, whole: Tensor) -> Tensor:
+    """Return the part of a local tensor that this rank reads."""
+    if seat.part is None or seat.part == (0, 1):
+        return whole
+    # In logical order, so that copies of other strides agree.
+    start, stop = segment(whole.numel(), *seat.part)
+    return whole.reshape(-1)[start:stop]
 
 
 def _uncertain(
