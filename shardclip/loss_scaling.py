@@ -100,16 +100,21 @@ def check_members(stepped: Sequence[Optimizer], named: Mapping[int, str]) -> Non
     }
     strangers = sum(found and key not in named for key, found in held.items())
     if strangers:
+        what = (
+            "parameter of the optimizers has a gradient"
+            if strangers == 1
+            else ("parameters of the optimizers have gradients")
+        )
         raise ValueError(
-            f"{strangers} parameters of the optimizers have gradients that the GradClipper was not "
-            "built with, and would stay scaled; build it with all of them"
+            f"{strangers} {what} that the GradClipper was not built with, and that would stay "
+            "scaled; build it with all of them"
         )
     left = [name for key, name in named.items() if key not in held]
     if left:
         raise ValueError(
-            f"{left[0]} and {len(left) - 1} more have gradients but are in none of the optimizers, "
-            "so they would be unscaled twice or for nothing; give all optimizers, "
-            "as clip_(grad_scaler=..., optimizers=[...]) takes them"
+            f"{left[0]}: it has a gradient, but is in none of the optimizers (one of {len(left)} "
+            "such), and so would not be unscaled by the scaler; give all the optimizers that the "
+            "clipper's parameters are in, clip_(grad_scaler=..., optimizers=[...])"
         )
 
 

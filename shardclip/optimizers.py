@@ -4,6 +4,7 @@ torch's fused kernels divide each gradient by ``optimizer.grad_scale`` as they r
 nothing where ``optimizer.found_inf`` is 1: the contract that ``torch.amp.GradScaler`` made.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -144,7 +145,7 @@ def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
 def _is_watched(optimizer: Optimizer) -> bool:
     """Whether code other than torch's own runs in a step before the kernel does."""
     own = getattr(optimizer, "_optimizer_step_pre_hooks", True)
-    shared = getattr(torch.optim.optimizer, "_global_optimizer_pre_hooks", True)
+    shared = getattr(sys.modules[Optimizer.__module__], "_global_optimizer_pre_hooks", True)
     if own or shared:
         return True
     layer = getattr(optimizer.step, "__func__", optimizer.step)
