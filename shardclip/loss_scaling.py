@@ -141,8 +141,8 @@ def mark_unscaled(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor) -
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     devices = dict.fromkeys([*held, *(grad.device for grad in grads if grad is not None)])
     found = found_inf.detach().ne(0).float()
-    if _is_sharded(scaler):
-        found = found.view(1)
+    if _is_sharded(scaler) and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        found = found.view(1)  # as it has it; but with this its own step of fused ones fails
     state["found_inf_per_device"] = {
         # Never the same tensor twice: update() adds them up in place.
         device: torch.maximum(
@@ -215,5 +215,5 @@ def _scale(scaler: GradScaler) -> Tensor:
 
 
 def _is_sharded(scaler: GradScaler) -> bool:
-    """Whether it is FSDP1's, which records found_inf with one dim; looked up without importing."""
+    """Whether it is FSDP1's, which records found_inf with one dim; found without importing it."""
     return any(cls.__name__ == "ShardedGradScaler" for cls in type(scaler).__mro__)
