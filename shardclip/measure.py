@@ -50,10 +50,13 @@ class Measured:
     home: torch.device = field(default_factory=lambda: torch.device("cpu"))
     unit: Tensor | None = None
 
-    def targets(self, group: int) -> list[Tensor]:
-        """List what is scaled in place for a param group."""
-        pairs = zip(self.plan.seats, self.local, strict=True)
-        return [adapters.storage(t) for seat, t in pairs if seat.source.group == group]
+    def targets(self, group: int, apart: frozenset[int] = frozenset()) -> list[Tensor]:
+        """List what is scaled in place for a param group, but for parameters set apart by `id`."""
+        return [
+            adapters.storage(tensor)
+            for seat, tensor in zip(self.plan.seats, self.local, strict=True)
+            if seat.source.group == group and id(seat.source.parameter) not in apart
+        ]
 
     def like(self) -> Tensor:
         """Return an empty tensor of the dtype and device that results take on this rank."""

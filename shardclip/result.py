@@ -31,7 +31,7 @@ class ClipResult:
         *,
         keys: Sequence[str] = (),
         sums: Sequence[str] = (),
-        skipped: bool = False,
+        skipped: bool | Tensor = False,
         nonfinite: Sequence[str] | None = None,
     ) -> None:
         """Take what the clipper worked out.
@@ -82,7 +82,9 @@ class ClipResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether ``nonfinite="skip"`` left the gradients alone; then do not step."""
+        """Whether the gradients were left alone as not finite; then do not step."""
+        if isinstance(self._skipped, Tensor):
+            self._skipped = bool(self._skipped)
         return self._skipped
 
     @property
