@@ -397,6 +397,8 @@ class GradClipper:
             grads = self._gradients()
             unit = None if scaler is None else self._unit(scaler, stepped, grads)
             made, fresh = self._planned(grads)
+            if self._overlap is not None:
+                self._overlap.drop_outdated(grads)
         except Exception as error:  # a user's grad= may raise anything
             failed = Plan(self._lanes, problems=[plan.problem("GradClipper.clip_", error)])
             return [], failed, True, [], None
