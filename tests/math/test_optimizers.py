@@ -235,8 +235,18 @@ def test_a_factor_the_optimizer_had_before_still_counts(coef):
     step_scaled(optimizer, coef64(coef))
     assert one.grad.tolist() == [2.0 * coef, 4.0 * coef]
     optimizer.found_inf = F(1.0)
-    step_scaled(optimizer, coef64(coef))
-    assert one.grad.tolist() == [2.0 * coef, 4.0 * coef]
+    for found_inf in (None, F(0.0)):
+        step_scaled(optimizer, coef64(coef), found_inf)
+        assert one.grad.tolist() == [2.0 * coef, 4.0 * coef]
+
+
+def test_on_cpu_the_kernel_writes_no_gradients_for_a_coefficient_of_one():
+    optimizer, _ = ready(OPTIMIZERS["AdamW"], fused=True)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.grad_scale))
+    step_scaled(optimizer, coef64(1.0))
+    step_scaled(optimizer, coef64(0.5))
+    assert seen == [None, 2.0]
 
 
 # What it may go into
