@@ -298,6 +298,13 @@ def test_arguments_that_are_no_scaler_and_no_optimizers():
         resolve(started(), [])
 
 
+def test_a_norm_that_does_not_see_an_overflow():
+    optimizers = [optim.SGD(parameters())]
+    with pytest.raises(ValueError, match=r"norm_type=0 counts an infinity.*unscale_\(optimizer\)"):
+        resolve(started(), optimizers, 0.0)
+    assert resolve(GradScaler("cpu", enabled=False), optimizers, 0.0) is None
+
+
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
 def test_a_second_step_before_the_update(name):
     ours = parameters()
