@@ -10,22 +10,27 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from shardclip.compat import on_host, to_device
 
 from . import foreach, programs
 
+INTERPRETED = not isinstance(programs.combine, triton.JITFunction)
+"""Whether the programs run on the host, as TRITON_INTERPRET=1 asks for: for tests."""
+
 _KINDS = {
-    torch.bfloat16: programs.BFLOAT16.value,
-    torch.float16: programs.FLOAT16.value,
-    torch.float32: programs.FLOAT32.value,
-    torch.float64: programs.FLOAT64.value,
+    torch.bfloat16: (programs.BFLOAT16.value, tl.bfloat16),
+    torch.float16: (programs.FLOAT16.value, tl.float16),
+    torch.float32: (programs.FLOAT32.value, tl.float32),
+    torch.float64: (programs.FLOAT64.value, tl.float64),
 }
 _POWERS = (0, 1, 2, math.inf)
-_WARPS = 8  # a thread then holds four columns: one piece of 16 bytes of float32 in each row
 _PROGRAMS = 8  # of the scaling, for each multiprocessor: as many as find room on one
 
 # What a CUDA graph reads at every replay must outlive it, and nothing tells when it goes.
@@ -39,11 +44,13 @@ class _Blocks:
     Attributes:
         tensors: int64 (tensors, 3).
         blocks: int64 (blocks, 2).
+        dtype: Triton's, of all tensors, if it is one.
         counts: How many blocks each tensor has, on the host.
     """
 
     tensors: Tensor
     blocks: Tensor
+    dtype: Any
     counts: Tensor
 
     @staticmethod
@@ -51,7 +58,12 @@ class _Blocks:
         sizes: Sequence[tuple[int, torch.dtype]], order: Sequence[int], device: torch.device
     ) -> _Blocks:
         """Cut tensors of these sizes and dtypes, those that come first in ``order`` first."""
-        rows = [(numel, _KINDS[dtype], dtype.itemsize) for numel, dtype in sizes]
+        if _capturing(device):
+            raise RuntimeError(
+                "shardclip sees these tensors for the first time, and what it prepares for them "
+                "cannot be part of a CUDA graph; run the same step once before capturing it"
+            )
+        rows = [(numel, _KINDS[dtype][0], dtype.itemsize) for numel, dtype in sizes]
         tensors = on_host(rows, torch.int64).view(-1, 3)
         numel, _, itemsize = tensors.unbind(1)
         # Wherever it lies: a tensor may begin up to one piece after its first block.
@@ -63,7 +75,9 @@ class _Blocks:
         before = (held.cumsum(0) - held).repeat_interleave(held)
         starts = (torch.arange(len(owners), device="cpu") - before) * programs.BLOCK.value
         blocks = torch.stack([owners, starts], 1)
-        return _Blocks(to_device(tensors, device), to_device(blocks, device), counts)
+        dtypes = {_KINDS[dtype][1] for _, dtype in sizes}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        return _Blocks(to_device(tensors, device), to_device(blocks, device), dtype, counts)
 
 
 class PowerSums:
@@ -103,21 +117,26 @@ class PowerSums:
         """Sum tensors like those that this was built for."""
         if self._blocks is None or p not in _POWERS or (self._complex and p != 2):
             return self._by_foreach(tensors, p)
-        held = [_flat(tensor) for tensor in tensors]
-        blocks, ranges = len(self._blocks.blocks), len(self._ranges)
+        cut, held = self._blocks, [_flat(tensor) for tensor in tensors]
+        # Each is a tensor of its own: its alignment is then always the same, and known.
+        parts = [self._empty(len(cut.blocks)) for _ in range(2)]
+        sums = [self._empty(len(self._ranges)) for _ in range(2)]
         with _on(self._device):
             table = _addresses(held, self._device, self)
-            parts = torch.empty(2, blocks, dtype=torch.float64, device=self._device)
-            sums = torch.empty(2, ranges, dtype=torch.float64, device=self._device)
-            if blocks:
-                programs.sum_blocks[(blocks,)](
-                    table, self._blocks.tensors, self._blocks.blocks, *parts, p, num_warps=_WARPS
+            if len(cut.blocks):
+                programs.sum_blocks[(len(cut.blocks),)](
+                    table, cut.tensors, cut.blocks, *parts, cut.dtype, p, num_warps=programs.WARPS
                 )
-            if ranges:
-                programs.combine[(ranges,)](self._ranges, *parts, *sums, p, num_warps=_WARPS)
-        self.each, totals = sums[0].split([self._total, ranges - self._total])
-        self.nonfinite, self.nonfinite_in_buckets = sums[1].split([self._total, len(totals)])
+            programs.combine[(len(self._ranges),)](
+                self._ranges, *parts, *sums, p, num_warps=programs.WARPS
+            )
+        (self.each, totals), (self.nonfinite, self.nonfinite_in_buckets) = (
+            column.tensor_split([self._total]) for column in sums
+        )
         return totals
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float64, device=self._device)
 
     def _by_foreach(self, tensors: Sequence[Tensor], p: float) -> Tensor:
         totals = self._plain(tensors, p)
@@ -125,7 +144,6 @@ class PowerSums:
         return totals
 
 
-@torch.no_grad()
 def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
     """Multiply in place by a 0-dim tensor, in one launch; see ``foreach.multiply_``.
 
@@ -149,9 +167,14 @@ def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
     count = len(blocks.blocks)
     torch.autograd.graph.increment_version(held)  # autograd does not see the launch
     with _on(device):
-        table = _addresses(held, device, blocks)
         programs.multiply_blocks[(min(count, _programs(device)),)](
-            table, blocks.tensors, blocks.blocks, count, coef.double(), num_warps=_WARPS
+            _addresses(held, device, blocks),
+            blocks.tensors,
+            blocks.blocks,
+            count,
+            coef.double(),
+            blocks.dtype,
+            num_warps=programs.WARPS,
         )
 
 
@@ -160,9 +183,7 @@ def _cut_once(sizes: tuple[tuple[int, torch.dtype], ...], device: torch.device) 
     return _Blocks.cut(sizes, range(len(sizes)), device)
 
 
-def _ranges(
-    counts: Tensor, order: Sequence[int], buckets: Sequence[int], count: int
-) -> Tensor:
+def _ranges(counts: Tensor, order: Sequence[int], buckets: Sequence[int], count: int) -> Tensor:
     """Return where the blocks of each tensor, then of each bucket, start and stop."""
     places = on_host(order, torch.int64)
     stops = torch.empty_like(counts).index_copy_(0, places, counts[places].cumsum(0))
@@ -212,9 +233,13 @@ def _addresses(tensors: Sequence[Tensor], device: torch.device, reader: object) 
     if device.type == "cpu":
         return held
     held = held.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         _captured.append((held, reader))
     return held.to(device, non_blocking=True)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
