@@ -125,10 +125,16 @@ class PowerSums:
             table = _addresses(held, self._device, self)
             if len(cut.blocks):
                 programs.sum_blocks[(len(cut.blocks),)](
-                    table, cut.tensors, cut.blocks, *parts, cut.dtype, p, num_warps=programs.WARPS
+                    table,
+                    cut.tensors,
+                    cut.blocks,
+                    *parts,
+                    cut.dtype,
+                    float(p),
+                    num_warps=programs.WARPS,
                 )
             programs.combine[(len(self._ranges),)](
-                self._ranges, *parts, *sums, p, num_warps=programs.WARPS
+                self._ranges, *parts, *sums, float(p), num_warps=programs.WARPS
             )
         (self.each, totals), (self.nonfinite, self.nonfinite_in_buckets) = (
             column.tensor_split([self._total]) for column in sums

@@ -7,14 +7,14 @@ whatever their sizes, dtypes and alignments. ``fused`` makes the tables and laun
 import triton
 import triton.language as tl
 
-# A tile is read as rows, so that a thread holds whole columns: ROWS numbers are added in their own
-# precision, which costs at most ROWS roundings, and float64 takes over from there. The tables are
-# looked up, and the threads' sums added, once for a block of several tiles.
+# A block is read in tiles, a tile in rows, so that a thread holds whole columns. A block's column
+# is added in the tensor's own precision, at the cost of at most ROWS + 4 roundings; float64 takes
+# over from there. A block is so long that looking up where it lies takes little of its time.
 ROWS = tl.constexpr(4)
 COLUMNS = tl.constexpr(1024)
 TILE = tl.constexpr(4 * 1024)
 BLOCK = tl.constexpr(4 * 4 * 1024)
-WARPS = 4  # a thread loads 16 bytes of each row at once, of float32 twice
+WARPS = 4  # a thread takes 16 bytes of each row at once, of float32 twice
 ALIGNMENT = tl.constexpr(16)
 
 BFLOAT16 = tl.constexpr(0)
@@ -142,21 +142,31 @@ def _measure(address, low, high, dtype: tl.constexpr, p: tl.constexpr):
     done again in float64. For p = 0 it says neither.
     """
     floor: tl.constexpr = INFINITY if p == 0 else FAINT
-    sums = tl.zeros([COLUMNS], tl.float64)
-    for first in range(0, high, TILE):
-        sums = _merge(sums, _power(_read(address, first, low, high, dtype), p), p)
-    total = _reduce(sums, p)
+    own: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    total = _total(address, low, high, dtype, own, p)
     count = 0.0
     if not ((total > floor) & (total < INFINITY)):
-        sums = tl.zeros([COLUMNS], tl.float64)
-        counts = tl.zeros([COLUMNS], tl.float64)
-        for first in range(0, high, TILE):
-            x = _read(address, first, low, high, dtype).to(tl.float64)
-            sums = _merge(sums, _power(x, p), p)
-            counts += tl.sum(tl.where(tl.abs(x) < INFINITY, 0.0, 1.0), 0)
-        total = _reduce(sums, p)
-        count = tl.sum(counts, 0).to(tl.float32)
+        total = _total(address, low, high, dtype, tl.float64, p)
+        count = _nonfinite(address, low, high, dtype)
     return total, count
+
+
+@triton.jit
+def _total(address, low, high, dtype: tl.constexpr, precision: tl.constexpr, p: tl.constexpr):
+    sums = tl.zeros([COLUMNS], precision)
+    for first in range(0, high, TILE):
+        x = _read(address, first, low, high, dtype).to(precision)
+        sums = _merge(sums, _power(x, p), p)
+    return _reduce(sums.to(tl.float64), p)
+
+
+@triton.jit
+def _nonfinite(address, low, high, dtype: tl.constexpr):
+    counts = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, high, TILE):
+        x = _read(address, first, low, high, dtype)
+        counts += tl.sum(tl.where(tl.abs(x) < INFINITY, 0.0, 1.0), 0)
+    return tl.sum(counts, 0)
 
 
 @triton.jit
@@ -170,14 +180,14 @@ def _power(x, p: tl.constexpr):
         few = tl.sum(tl.abs(x), 0)
     else:
         few = tl.sum(tl.where(x == x, (x != 0).to(x.dtype), x), 0)
-    return few.to(tl.float64)
+    return few
 
 
 @triton.jit
 def _merge(a, b, p: tl.constexpr):
     """Add, or take the larger one, where NaN is larger than all."""
     if p == INFINITY:
-        merged = tl.maximum(_rank(a), _rank(b)).to(tl.float64, bitcast=True)
+        merged = tl.maximum(_rank(a), _rank(b)).to(a.dtype, bitcast=True)
     else:
         merged = a + b
     return merged

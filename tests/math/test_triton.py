@@ -85,14 +85,26 @@ def test_largest_and_smallest_half():
 
 
 @pytest.mark.parametrize("dtype", SINGLE, ids=str)
-def test_small_numbers_after_large_ones_are_not_lost(dtype):
-    tensor = torch.ones(4 * BLOCK, dtype=dtype, device=DEVICE)
-    tensor.view(-1, TILE)[:, : programs.COLUMNS.value] = 4096  # the first row of every tile
-    assert_sums([tensor], 2.0, 1e-6)
+@pytest.mark.parametrize("every", [TILE, BLOCK])
+def test_small_numbers_after_large_ones_are_not_lost(dtype, every):
+    tensor = torch.ones(2 * BLOCK, dtype=dtype, device=DEVICE)
+    tensor.view(-1, every)[:, : programs.COLUMNS.value] = 4096  # in float32, 2^24 + 1 is 2^24
+    assert_sums([tensor], 2.0, 5e-7)  # eight roundings at most
 
 
 def test_rounding_does_not_add_up():
-    assert_sums([torch.full((16 * BLOCK,), 0.01, device=DEVICE)], 2.0, 1e-6)
+    assert_sums([torch.full((16 * BLOCK,), 0.01, device=DEVICE)], 2.0, 5e-7)
+
+
+def test_blocks_are_combined_in_float64():
+    totals = torch.ones(64, programs.COLUMNS.value, dtype=torch.float64, device=DEVICE)
+    totals[0] = 2.0**53 - 64  # the next 63 ones just fit
+    ranges = torch.tensor([[0, totals.numel()], [3, 5]], device=DEVICE)
+    sums, counts = (torch.empty(2, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    launch = programs.combine[(2,)]
+    launch(ranges, totals, torch.ones_like(totals), sums, counts, 2.0, num_warps=programs.WARPS)
+    assert sums.tolist() == [(2.0**53 - 1) * programs.COLUMNS.value, 2 * (2.0**53 - 64)]
+    assert counts.tolist() == [totals.numel(), 2]
 
 
 @POWERS
@@ -195,6 +207,15 @@ def test_every_16_bit_number(dtype, coef):
     expected = expected_product(numbers, coef)
     multiply([numbers], coef)
     assert_same(numbers, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_nan_of_a_device_stays_one(dtype):
+    tensor = torch.ones(3, dtype=dtype, device=DEVICE)
+    nan = torch.tensor(torch.iinfo(torch.int64).max, device=DEVICE).view(torch.float64)
+    assert nan.isnan()  # all bits are set, as CUDA has it: rounded as a number, it would turn to -0
+    fused.multiply_([tensor], nan)
+    assert tensor.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
