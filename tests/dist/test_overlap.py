@@ -94,7 +94,7 @@ def test_small_gradients_are_left_to_the_step():
     model = sharded_model(2)
     clipper = followed(model)
     backward(model)
-    assert not clipper._overlap.early
+    assert not clipper._collector.overlap.early
     total, read = counted(clipper)
     assert_norm(total, exact(model))
     assert read > 0
