@@ -129,6 +129,7 @@ class GradClipper:
             0 if norm.is_maximum(self.norm_type) else self._agreed.slots,
             len(self.also),
             0 if norm.is_maximum(self.norm_type) else self._world.size,
+            checks=True,
         )
         self._collector = Collector(
             sources, planner, self._agreed, lanes, self.norm_type, self.also, grad, overlap
@@ -287,6 +288,11 @@ class GradClipper:
             strict=strict,
             reads=found.fresh or strict or (skip and reads),
             added=found.added,
+            settings={
+                "max_norm": limits,
+                "nonfinite": self.nonfinite,
+                "grad_scaler": scaler is not None,
+            },
         )
         self._under_way = True
         return Begun(started, found, limits, scaler, stepped)
