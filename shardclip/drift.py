@@ -44,7 +44,7 @@ def row_hashes(tensor: Tensor) -> Tensor:
     rows = bits[: full * ROW].view(-1, ROW)
     for start in range(0, full, step):
         block = rows[start : start + step].long()
-        torch.sum(block.mul_(weights), dim=1, out=out[start : start + step])
+        torch.sum(block.mul_(weights), dim=1, out=out[start : start + len(block)])
     if rest:
         out[full] = (bits[full * ROW :].long() * weights[:rest]).sum()
     return out

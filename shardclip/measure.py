@@ -146,6 +146,7 @@ def start(
     reads: bool = False,
     added: Sequence[float | Tensor] = (),
     settings: Mapping[str, object] | None = None,
+    compare: bool = False,
 ) -> Started:
     """Sum what this rank owns and start to combine it with the other ranks': one all-reduce.
 
@@ -158,6 +159,7 @@ def start(
         reads: This rank will read the lanes in this step, even if that costs a host sync.
         added: Numbers to be summed over the ranks.
         settings: What all ranks should have alike, by name; compared where the lanes do so.
+        compare: Compare copies bit for bit, where the lanes have room for it.
     """
     local = locals_of(plan, grads)
     parts, wholes = readings(plan, local)
@@ -167,7 +169,7 @@ def start(
     number = fingerprints.of(*settings.items())
     checked = plan.lanes.settings(number, world) if plan.lanes.checks else {}
     flags = Flags(bool(plan.seats), strict, not reads, bool(plan.problems), **checked)
-    payload, sketches = fill(plan, parts, wholes, p, device, flags, added)
+    payload, sketches = fill(plan, parts, wholes, p, device, flags, added, compare)
     work = reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
     return Started(plan, payload, work, p, local, wholes, sketches, reads, settings)
 
@@ -185,19 +187,22 @@ def fill(
     device: torch.device,
     flags: Flags,
     added: Sequence[float | Tensor] = (),
+    compare: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Pack this rank's part of the payload; return it, and the fingerprints of its copies."""
     lanes = plan.lanes
-    powers = proof = sketches = None
+    powers = proof = sketches = bits = None
     if plan.seats and not plan.problems:
         tables = plan.tables(parts, wholes, device)
         sums = compat.to_device(tables.kernel(parts, p), device)
         powers = tables.powers(sums, norm.is_maximum(p), lanes)
         if tables.proof is not None:
-            held = [w for w, s in zip(wholes, plan.seats, strict=True) if s.copy is not None]
+            held = plan.copied(wholes)
             sketches = tables.proof.sketches(held)
             proof = tables.proof.lanes(sketches, lanes.slots, device)
-    return lanes.pack(device, powers, flags, added, proof), sketches
+            if compare and tables.drift is not None:
+                bits = compat.to_device(tables.drift.lanes(tables.drift.hashes(held)), device)
+    return lanes.pack(device, powers, flags, added, proof, bits), sketches
 
 
 def conclude(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import kernels, reduce, replicas
-from .compat import on_host
+from .compat import HostCopy, on_host
 from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .gradients import Source
 from .measure import Measured
@@ -253,11 +253,7 @@ class Deferred:
             failed = failed | (differ & torch.isfinite(measured.total_norm))
         self.failed = failed
         self.measured = measured.without_gradients()
-        self._host = failed.to("cpu", non_blocking=True)
-        self._event: torch.Event | None = None
-        if failed.device.type != "cpu":
-            self._event = torch.Event(failed.device)
-            self._event.record()
+        self._told = HostCopy(failed)
 
     def without_parameters(self) -> Deferred:
         """Forget the parameters but for their names, for a verdict that nobody else keeps."""
@@ -274,9 +270,7 @@ class Deferred:
         Raises:
             ValueError, TypeError, ReplicaMismatchError: As ``pass_verdict``.
         """
-        if self._event is not None:
-            self._event.synchronize()  # waiting, never polling: all ranks raise in the same call
-        if bool(self._host):
+        if bool(self._told.read()):
             if self.measured.flags.errors:
                 raise_problems(self.measured, world)
             if self.measured.flags.differ:
