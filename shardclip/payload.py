@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import drift, fingerprints, replicas
-from .compat import on_host, to_device
+from .compat import constant, on_host, to_device
 from .digits import ALONE, Digits
 from .world import World
 
@@ -136,11 +136,14 @@ class Lanes:
         """
         numbers = [0.0 if isinstance(value, Tensor) else value for value in added]
         numbers += [0.0] * (self.sums - len(numbers))
-        told = to_device(on_host([*self.say(flags), *numbers]), device)
-        for index, value in enumerate(added, len(told) - self.sums):
-            if isinstance(value, Tensor):
-                told[index] = value
-        lanes = [self._zeros(self.nans.stop, device) if powers is None else powers, told]
+        lanes = [self._zeros(self.nans.stop, device) if powers is None else powers]
+        lanes.append(constant(tuple(self.say(flags)), torch.float64, device))
+        if self.sums:
+            told = to_device(on_host(numbers), device)
+            for index, value in enumerate(added):
+                if isinstance(value, Tensor):
+                    told[index] = value
+            lanes.append(told)
         if self.drift:
             lanes.append(self._zeros(drift.LANES, device) if bits is None else bits)
         if self.slots:
