@@ -158,6 +158,24 @@ def carry(lanes: Tensor) -> Tensor:
     return torch.cat([digits, counts], -1)
 
 
+def widen(lanes: Tensor, w: Window, to: Window) -> Tensor:
+    """Write lanes in a window that holds the first one.
+
+    Args:
+        lanes: int64 of shape ``(..., w.lanes)``.
+        w: Their window.
+        to: Another; the two lows lie a multiple of 32 apart.
+
+    Returns:
+        int64 of shape ``(..., to.lanes)``.
+    """
+    before = (w.low - to.low) // BITS
+    wide = lanes.new_zeros(*lanes.shape[:-1], to.lanes)
+    wide[..., before : before + w.digits] = lanes[..., :-2]
+    wide[..., -2:] = lanes[..., -2:]
+    return wide
+
+
 @dataclass(frozen=True)
 class _Leading:
     """The leading digits of sums, what follows them, and their value rounded once.

@@ -177,7 +177,7 @@ class ExactSums:
         """
         totals = [_Total() for _ in range(self._count)]
         for run in self._runs:
-            flat = _flatten([tensors[index] for index in run.indices], p)
+            flat = flatten([tensors[index] for index in run.indices], p)
             on_cpu = flat.device.type == "cpu"
             if on_cpu and flat.dtype.itemsize == 2 and flat.numel() >= _COUNTED:
                 totals[run.bucket].count(flat)
@@ -312,7 +312,7 @@ def _by_size(block: Tensor, middle: int) -> tuple[Tensor, Tensor]:
     return torch.where(bits >= edge, block, 0), torch.where(bits < edge, block, 0)
 
 
-def _flatten(tensors: list[Tensor], p: float) -> Tensor:
+def flatten(tensors: list[Tensor], p: float) -> Tensor:
     """Join tensors of one kind as real numbers in one dimension, in any order."""
     for tensor in tensors[:1]:
         check(tensor.dtype, p)
