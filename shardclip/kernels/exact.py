@@ -4,7 +4,8 @@ A block of x^2, which float64 holds exactly, is added to a number so large that 
 multiples of a unit; then the bits of the results count units, and their integer sum is exact. What
 was cut off goes through the same with a smaller unit, until nothing is left: twice for ordinary
 gradients. The split is the one in Rump, Ogita and Oishi, "Accurate floating-point summation part
-I" (2008), with integers in place of their floating-point sums.
+I" (2008), with integers in place of their floating-point sums. On CPU many numbers of 16 bits are
+counted instead, code by code.
 """
 
 import math
@@ -89,7 +90,7 @@ class _Total:
     codes: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def count(self, flat: Tensor) -> None:
-        """Count codes."""
+        """Count codes: up to 2^40 in all, whose squares int64 holds."""
         for block in torch.split(flat.view(torch.int16), _COUNTED << 5):
             found = torch.bincount(block & 0x7FFF, minlength=1 << 15)
             before = self.codes.get(flat.dtype)
@@ -121,8 +122,9 @@ class _Run:
 class ExactSums:
     """Sum |x| or x^2 per bucket, exactly.
 
-    Takes tensors on any device; those that are not on CPU cost some host syncs for every four
-    million elements. ``kernels.exact_triton`` does it without.
+    Subnormals count even where ``torch.set_flush_denormal`` is on: they are read as integers. Takes
+    tensors on any device; those that are not on CPU cost some host syncs for every four million
+    elements. ``exact_triton`` does it without.
     """
 
     def __init__(
@@ -323,4 +325,4 @@ def flatten(tensors: list[Tensor], p: float) -> Tensor:
         joined = torch.view_as_real(joined.resolve_conj())
     if not joined.is_contiguous():
         joined = joined.permute(sorted(range(joined.dim()), key=joined.stride, reverse=True))
-    return joined.detach().reshape(-1)
+    return joined.detach().reshape(-1).resolve_neg()
