@@ -150,12 +150,13 @@ def carry(lanes: Tensor) -> Tensor:
         lanes: int64 of shape ``(..., lanes)``, every digit below 2^62; the last one takes carries
             and passes none on.
     """
-    digits, counts = lanes[..., :-2], lanes[..., -2:]
+    lanes = lanes.clone()
+    digits = lanes[..., :-2]
     for _ in range(2):
-        over = (digits[..., :-1] + _HALF) >> BITS
-        digits = torch.cat([digits[..., :-1] - (over << BITS), digits[..., -1:]], -1)
+        over = (digits[..., :-1] + _HALF).bitwise_right_shift_(BITS)
         digits[..., 1:] += over
-    return torch.cat([digits, counts], -1)
+        digits[..., :-1] -= over.bitwise_left_shift_(BITS)
+    return lanes
 
 
 def widen(lanes: Tensor, w: Window, to: Window) -> Tensor:
@@ -308,10 +309,8 @@ def root(lanes: Tensor, w: Window) -> Tensor:
     step = torch.div(left, 2 * guess, rounding_mode="floor")
     left = left - step * (2 * guess + step)
     guess = guess + step
-    below = (left < 0).long()
+    below = (left < 0).long()  # by the step's square; it is never too far the other way
     guess, left = guess - below, left + below * (2 * guess - 1)
-    above = (left > 2 * guess).long()
-    left, guess = left - above * (2 * guess + 1), guess + above
     value = 2 * guess + (inexact | (left != 0)).long()
     exponent = ((found.unit - 64 + place) >> 1) - 1
     return _with_counts(torch.where(found.value > 0, _rounded(value, exponent), 0.0), lanes)

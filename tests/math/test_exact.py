@@ -164,7 +164,7 @@ def test_any_split_and_order(dtype, p, parts):
 @POWERS
 @DTYPES
 def test_the_number_of_threads_does_not_matter(dtype, p):
-    tensor = torch.cat([torch.randn(300_000).to(dtype), wide(dtype, 9000, 5)])
+    tensor = torch.cat([torch.randn(140_000).to(dtype), wide(dtype, 5000, 5)])
     before = torch.get_num_threads()
     try:
         found = []
@@ -287,6 +287,28 @@ def test_lanes_at_capacity(window):
     for p, wanted in ((1, as_float(expected)), (2, nearest_root(expected))):
         found = exact.finish(total.expand(20, -1), p, window).tolist()
         assert found == [float(exact.finish(total, p, window))] * 20 == [wanted] * 20
+
+
+@WINDOWS
+@pytest.mark.parametrize("size", [1 << 33, 1 << 52])
+def test_digits_of_any_size_and_sign(window, size):
+    generator = torch.Generator().manual_seed(size)
+    lanes = torch.randint(-size, size, (400, window.lanes), generator=generator)
+    lanes[:200] = lanes[:200].sign() * (size - 1)  # carries all the way
+    lanes[:, -2:] = 0
+    for row, length in enumerate(torch.randint(1, window.digits, (400,), generator=generator)):
+        lanes[row, length : window.digits] = 0
+        lanes[row, length - 1] = lanes[row, length - 1].abs() + 1
+    expected = [value(row, window) for row in lanes]
+    small = exact.carry(lanes)
+    assert [value(row, window) for row in small] == expected
+    assert int(small.abs().max()) <= 2**31 + 1
+    assert exact.root(lanes, window).tolist() == [nearest_root(number) for number in expected]
+    assert [float(exact.finish(row, 2, window)) for row in lanes] == [
+        nearest_root(number) for number in expected
+    ]
+    found = zip(exact.decode(lanes, window).tolist(), expected, strict=True)
+    assert all(a == as_float(b) or b % Fraction(2) ** -1074 for a, b in found)
 
 
 @pytest.mark.parametrize("window", [exact.SINGLE, exact.DOUBLE], ids=str)
