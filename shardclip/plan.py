@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from . import adapters, compat, kernels, replicas
+from . import adapters, compat, exact, kernels, replicas
 from .drift import Drift
 from .gradients import Layout, Source
 from .ownership import Ownership, Shares, own, segment
@@ -138,9 +138,8 @@ class Tables:
         if lanes.window is not None:  # the counts of what is not finite have no weight
             rows = sums.new_zeros(lanes.powers.stop, lanes.window.lanes)
             digits = sums[:, :-2] * self.weights.long().unsqueeze(1)
-            return rows.index_add_(
-                0, self.target, torch.cat([digits, sums[:, -2:]], 1)[self.source]
-            )
+            counted = torch.cat([digits, sums[:, -2:]], 1)[self.source]
+            return exact.carry(rows.index_add_(0, self.target, counted))
         out = sums.new_zeros(lanes.nans.stop)
         if maximum:
             found = sums[self.source]
