@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "shardclip", description="Pictures and thresholds from what shardclip.logging.JsonLines wrote."
+        "shardclip",
+        description="Pictures and thresholds from what shardclip.logging.JsonLines wrote.",
     )
     parser.add_argument("--version", action="version", version=f"shardclip {__version__}")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -72,14 +73,14 @@ def _count(text: str) -> int:
 
 def _plot(args: argparse.Namespace) -> None:
     plot = importlib.import_module("shardclip.pictures.plot")
-    output = args.output or Path(args.runs[0]).with_suffix(".png")
+    output = _output(args, ".png")
     plot.save(_read(args), output)
     print(output)
 
 
 def _report(args: argparse.Namespace) -> None:
     report = importlib.import_module("shardclip.pictures.report")
-    output = args.output or Path(args.runs[0]).with_suffix(".html")
+    output = _output(args, ".html")
     output.write_text(report.page(_read(args)), encoding="utf-8")
     print(output)
 
@@ -92,6 +93,13 @@ def _suggest(args: argparse.Namespace) -> None:
         for found in suggest.suggest(run, args.warmup)
     ]
     print("\n\n".join(texts))
+
+
+def _output(args: argparse.Namespace, suffix: str) -> Path:
+    output: Path = args.output or Path(args.runs[0]).with_suffix(suffix)
+    if output.resolve() in [Path(run).resolve() for run in args.runs]:
+        raise RunFileError(f"{output} is the run itself; give another file with -o")
+    return output
 
 
 def _read(args: argparse.Namespace) -> list[Run]:

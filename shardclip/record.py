@@ -245,9 +245,13 @@ class _Ledger:
         self._counts["clipped"] += outcome.clipped
         self._counts["skipped"] += outcome.skipped
         self._counts["nonfinite"] += not outcome.finite
-        for sink in list(self.sinks):
-            try:
-                sink.write(outcome)
-            except Exception:
-                _log.exception("step %d: %r failed; it gets no more", outcome.step, sink)
-                self.sinks.remove(sink)
+        self.sinks[:] = [sink for sink in self.sinks if _sent(outcome, sink)]
+
+
+def _sent(outcome: Outcome, sink: Sink) -> bool:
+    try:
+        sink.write(outcome)
+    except Exception:
+        _log.exception("step %d: %r failed; it gets no more", outcome.step, sink)
+        return False
+    return True

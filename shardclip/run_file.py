@@ -28,6 +28,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ from ._version import __version__
 from .outcome import Outcome
 
 FORMAT, VERSION = "shardclip-steps", 1
+_NO_OBJECT = "no JSON object; give a file of JSON lines, as JsonLines writes it"
+# A line is cut by a crash at the end, or before the header of the run that goes on.
+_END: tuple[int, dict[str, Any]] = (0, {"format": FORMAT})
 
 
 class RunFileError(ValueError):
@@ -121,39 +125,24 @@ def read(path: str | Path) -> Run:
 
 
 def _read(path: Path, lines: Iterable[str]) -> Run:
-    run = Run(path.stem)
-    norm_type, headers, empty = 2.0, 0, True
-    cut: int | None = None  # a line that is no JSON: forgiven at the end, or before a header
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        empty = False
-        entry = _entry(line)
-        header = entry is not None and "format" in entry
-        if cut is not None and not header:
-            break
-        if cut is not None:
-            run.notes.append(f"line {cut} was cut short and is left out")
-            cut = None
+    run, norm_type, headers, number = Run(path.stem), 2.0, 0, 0
+    entries = [(n, _entry(line)) for n, line in enumerate(lines, start=1) if line.strip()]
+    for (number, entry), (_, following) in pairwise([*entries, _END]):
         if entry is None:
-            cut = number
-        elif header:
+            if following is None or "format" not in following:
+                raise RunFileError(f"{path}, line {number}: {_NO_OBJECT}")
+            run.notes.append(f"line {number} was cut short and is left out")
+        elif "format" in entry:
             headers += 1
             norm_type = _opened(path, number, entry, run)
         else:
             _append(run, _step(path, number, entry, norm_type, len(run.steps)))
-    else:
-        if cut is not None and run.steps:
-            run.notes.append(f"the last line, {cut}, was cut short and is left out")
-            cut = None
-    if cut is not None:
-        raise RunFileError(
-            f"{path}, line {cut}: not JSON; give a file of JSON lines, as JsonLines writes it"
-        )
-    if empty:
-        raise RunFileError(f"{path} is empty; the run has not written a step yet")
     if not run.steps:
-        raise RunFileError(f"{path} has a header but no step; the run has not clipped yet")
+        if headers:
+            raise RunFileError(f"{path} has a header but no step; the run has not clipped yet")
+        if number:
+            raise RunFileError(f"{path}, line {number}: {_NO_OBJECT}")
+        raise RunFileError(f"{path} is empty; the run has not written a step yet")
     if not headers:
         run.notes.append("no header: read as p = 2")
     return run

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import html
-import io
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardclip import __version__
 from shardclip.run_file import Run, RunFileError
 
 from . import suggest
-from .plot import ROWS, STYLE, Figure, draw_map, draw_norms, draw_share, mpl, number, worst
-from .series import Spike, cells, median, spikes
+from .panels import (
+    ROWS,
+    blank,
+    draw_map,
+    draw_norms,
+    draw_share,
+    number,
+    scale_of,
+    style,
+    svg,
+    worst,
+)
+from .series import Cells, Spike, cells, median, spikes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # A picture is made twice: text that is read on a desktop is not on a phone, and a browser that
 # shows one hides the other.
-WIDE, NARROW = 10.0, 4.6  # inches
-COLUMNS = {WIDE: 900, NARROW: 350}  # of a heat map
+WIDE, HALF, NARROW = 10.0, 6.2, 4.1  # inches
+COLUMNS = 600  # of a heat map
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -40,21 +51,23 @@ h2 {{ font-size: 1.2rem; margin: 2rem 0 .5rem; overflow-wrap: anywhere; }}
 h3 {{ font-size: 1rem; margin: 1.2rem 0 .2rem; }}
 p {{ margin: .3rem 0; overflow-wrap: anywhere; }}
 .quiet {{ color: #5a5a5a; font-size: .875rem; }}
-.runs {{ display: grid; gap: 0 2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }}
+.runs {{ display: grid; gap: 0 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }}
 section {{ min-width: 0; }}
-dl {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); gap: .5rem; margin: .8rem 0; }}
+dl {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); gap: .5rem;
+  margin: .8rem 0; }}
 dl div {{ background: #f3f5f8; border-radius: .4rem; padding: .45rem .6rem; }}
 dt {{ color: #5a5a5a; font-size: .8rem; }}
 dd {{ margin: 0; font-size: 1.1rem; font-weight: 600; overflow-wrap: anywhere; }}
 figure {{ margin: 0; }}
 svg {{ display: block; width: 100%; height: auto; }}
 .wide {{ display: none; }}
-@media (min-width: 720px) {{ .both .wide {{ display: block; }} .both .narrow {{ display: none; }} }}
+@media (min-width: 720px) {{ .wide {{ display: block; }} .narrow {{ display: none; }} }}
 table {{ border-collapse: collapse; width: 100%; font-size: .875rem; }}
 .short {{ max-width: 26rem; }}
 th, td {{ text-align: right; padding: .25rem .4rem; border-bottom: 1px solid #e3e6ea;
   font-variant-numeric: tabular-nums; vertical-align: top; }}
-th {{ color: #5a5a5a; font-weight: 600; }}
+th {{ white-space: nowrap; color: #5a5a5a; font-weight: 600; }}
 th.name, td.name {{ text-align: left; overflow-wrap: anywhere; }}
 td.mark {{ color: #c1121f; font-weight: 700; }}
 </style>
@@ -79,8 +92,9 @@ def page(runs: Sequence[Run]) -> str:
     """
     alone = len(runs) == 1
     title = runs[0].name if alone else f"{len(runs)} runs"
-    with mpl.rc_context(STYLE):
-        sections = [_section(run, place, alone=alone) for place, run in enumerate(runs)]
+    scale = scale_of(runs)
+    with style():
+        sections = [_section(run, place, scale, alone=alone) for place, run in enumerate(runs)]
     return _PAGE.format(
         title=html.escape(title),
         version=html.escape(__version__),
@@ -89,7 +103,7 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _section(run: Run, place: int, *, alone: bool) -> str:
+def _section(run: Run, place: int, scale: tuple[float, float], *, alone: bool) -> str:
     found = spikes(run.steps)
     marked = worst(found)
     parts = [] if alone else [f"<h2>{html.escape(run.name)}</h2>"]
@@ -103,51 +117,38 @@ def _section(run: Run, place: int, *, alone: bool) -> str:
         return _picture(f"{what}, {run.name}", f"{what}-{place}", height, draw, alone=alone)
 
     parts.append("<h3>Norm</h3>")
-    parts.append(picture("norm", 3.4, lambda axes, _: draw_norms(axes, run, marked)))
+    parts.append(picture("norm", 3.4, lambda axes, _: draw_norms(axes, run, marked, scale)))
     parts.append(_spike_table(marked, len(found)))
     parts.append("<h3>Share of steps clipped</h3>")
     parts.append(picture("share", 1.9, lambda axes, _: draw_share(axes, run)))
     parts.append("<h3>Norms by module</h3>")
-    rows = cells(run.steps, ROWS, 1)
-    if rows is None:
-        parts.append('<p class="quiet">None were recorded: build the clipper with norms="module".</p>')
+    found_map = cells(run.steps, ROWS, COLUMNS)
+    if found_map is None:
+        hint = 'None were recorded: build the clipper with norms="module".'
+        parts.append(f'<p class="quiet">{hint}</p>')
     else:
-        height = 0.9 + 0.17 * len(rows.rows)
-        parts.append(picture("map", height, lambda axes, width: _map(axes, run, marked, width)))
+        height = 0.9 + 0.17 * len(found_map.rows)
+        heat = partial(_map, found=found_map, marked=marked)
+        parts.append(picture("map", height, heat))
     parts.append("<h3>Threshold</h3>")
     parts.append(_suggestions(run))
     return "<section>\n" + "\n".join(parts) + "\n</section>"
 
 
-def _map(axes: Axes, run: Run, marked: Sequence[Spike], width: float) -> None:
-    found = cells(run.steps, ROWS, COLUMNS[width])
-    if found is not None:
-        draw_map(axes, found, marked, width=30 if width == WIDE else 16)
+def _map(axes: Axes, width: float, *, found: Cells, marked: Sequence[Spike]) -> None:
+    draw_map(axes, found, marked, width=16 if width == NARROW else 30)
 
 
 def _picture(
-    what: str, salt: str, height: float, draw: Callable[[Axes, float], None], *, alone: bool
+    what: str, name: str, height: float, draw: Callable[[Axes, float], None], *, alone: bool
 ) -> str:
-    """Draw a picture for narrow columns, and where the run has the whole page a wide one too."""
     drawn = []
-    for name, width in (("narrow", NARROW), ("wide", WIDE)):
-        if name == "wide" and not alone:
-            continue
-        figure = Figure(figsize=(width, height), layout="constrained")
+    for kind, width in (("narrow", NARROW), ("wide", WIDE if alone else HALF)):
+        figure = blank(width, height)
         draw(figure.subplots(), width)
-        drawn.append(f'<div class="{name}">{_svg(figure, f"{salt}-{name}")}</div>')
+        drawn.append(f'<div class="{kind}">{svg(figure, f"{name}-{kind}")}</div>')
     label = html.escape(what, quote=True)
-    both = "" if len(drawn) == 1 else ' class="both"'
-    return f'<figure{both} role="img" aria-label="{label}">{"".join(drawn)}</figure>'
-
-
-def _svg(figure: Figure, salt: str) -> str:
-    """Return the picture as an element; its inner names are its own on the page."""
-    out = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": salt, "svg.id": salt}):
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+    return f'<figure role="img" aria-label="{label}">{"".join(drawn)}</figure>'
 
 
 def _figures_of(run: Run, count: int) -> str:
@@ -184,15 +185,17 @@ def _spike_table(marked: Sequence[Spike], count: int) -> str:
     rows = []
     for label, spike in enumerate(marked, start=1):
         times = f"{spike.times:.2g}" if math.isfinite(spike.times) else ""
-        share = "" if math.isnan(spike.share) else f" ({100 * spike.share:.0f} %)"
+        share = "" if math.isnan(spike.share) else f" ({100 * spike.share:.0f}&nbsp;%)"
         norm = number(spike.norm)
         rows.append(
             f'<tr><td class="mark">{label}</td><td>{spike.step}</td><td>{norm}</td>'
             f'<td>{times}</td><td class="name">{html.escape(spike.module)}{share}</td></tr>'
         )
-    more = f'<p class="quiet">The {len(marked)} largest of {count}.</p>' if count > len(marked) else ""
+    more = (
+        f'<p class="quiet">The {len(marked)} largest of {count}.</p>' if count > len(marked) else ""
+    )
     head = (
-        "<tr><th></th><th>step</th><th>norm</th><th>× usual</th>"
+        "<tr><th></th><th>step</th><th>norm</th><th>&times; usual</th>"
         '<th class="name">most from</th></tr>'
     )
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>{more}"
@@ -217,6 +220,7 @@ def _suggestion(found: suggest.Suggestion, *, alone: bool) -> str:
     return (
         f"<p>{title}Recommended <strong>max_norm={found.recommended:g}</strong>. "
         f"{html.escape(' '.join(suggest.reasons(found)))}{left_out}</p>"
-        "<table class=\"short\"><thead><tr><th>quantile</th><th>norm</th><th>would clip</th></tr></thead>"
+        '<table class="short"><thead>'
+        "<tr><th>quantile</th><th>norm</th><th>would clip</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>"
     )

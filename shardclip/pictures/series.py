@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardclip.outcome import Outcome, combine
 
@@ -102,7 +103,7 @@ def binned(count: int, most: int) -> list[range]:
     """Cut ``count`` places into at most ``most`` neighbouring bins."""
     bins = min(count, most)
     edges = [index * count // bins for index in range(bins + 1)] if bins else []
-    return [range(start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [range(start, stop) for start, stop in pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -146,20 +147,30 @@ def cells(steps: Sequence[Outcome], most_rows: int, most_columns: int) -> Cells 
 
 
 def folded(names: Sequence[str], most: int) -> dict[str, str]:
-    """Map each name to its row: its longest beginning of which all have at most ``most``.
+    """Map each name to its row, of which there are at most ``most``.
 
-    Where even the first words are too many, the last rows share one.
+    A row is what names have in common at their beginning, as long as that may be; where a level
+    of names has too many, and the one above so few that nothing is told apart, neighbours share.
     """
-    depth = max(name.count(".") for name in names) + 1
-    while depth > 1 and len({_start(name, depth) for name in names}) > most:
-        depth -= 1
-    rows = list(dict.fromkeys(_start(name, depth) for name in names))
-    kept = set(rows if len(rows) <= most else rows[: most - 1])
-    other = f"{len(rows) - len(kept)} others"
-    return {
-        name: row if (row := _start(name, depth)) in kept else other
-        for name in names
-    }
+    deepest = max(name.count(".") for name in names) + 1
+    levels = [list(dict.fromkeys(_start(name, d + 1) for name in names)) for d in range(deepest)]
+    fits = [depth for depth, rows in enumerate(levels) if len(rows) <= most]
+    depth = max(fits, default=-1)
+    if depth + 1 < deepest and (depth < 0 or len(levels[depth]) < most / 3):
+        depth += 1
+    label = {}
+    for places in binned(len(levels[depth]), most):
+        shared = levels[depth][places.start : places.stop]
+        label.update(dict.fromkeys(shared, _span(shared[0], shared[-1])))
+    return {name: label[_start(name, depth + 1)] for name in names}
+
+
+def _span(first: str, last: str) -> str:
+    """Name a row that neighbours share: ``layers.4 to 7``."""
+    if first == last:
+        return first
+    parent, _, own = last.rpartition(".")
+    return f"{first} to {own if parent == first.rpartition('.')[0] else last}"
 
 
 def _start(name: str, depth: int) -> str:

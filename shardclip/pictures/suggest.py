@@ -175,7 +175,7 @@ def reasons(found: Suggestion) -> list[str]:
     """Say why this threshold, in lines of at most 76 columns."""
     lines = [
         f"Usual norms lie around {found.usual:.3g}, within a factor of {found.spread:.3g} (one",
-        f"standard deviation). Three of those above the median still pass;",
+        "standard deviation). Three of those above the median still pass;",
         f"what stands out further, {percent(found.would_clip)} of the steps, would be clipped.",
     ]
     if found.would_clip == 0:
@@ -184,8 +184,8 @@ def reasons(found: Suggestion) -> list[str]:
         lines.append("That is much: the norms have a long tail, or wander. Look at the picture.")
     if found.was > 0.5:
         lines += [
-            f"This run was itself clipped in {percent(found.was)} of its steps: there the norm only",
-            "sets the step's length. Record one with a higher threshold to compare.",
+            f"This run was itself clipped in {percent(found.was)} of its steps, most of the time:",
+            "there the threshold sets the update's length. Try a higher one, and compare.",
         ]
     if not 2 / 3 <= found.drift <= 3 / 2:
         lines += [
