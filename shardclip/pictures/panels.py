@@ -38,8 +38,8 @@ STYLE: dict[Any, Any] = {
 }
 POINTS = 1200
 """A longer run is drawn as a band from the smallest to the largest of neighbouring steps."""
-ROWS = 24
-"""Rows of a heat map."""
+ROWS, COLUMNS = 24, 500
+"""Of a heat map; more columns than pixels would be dropped, and spikes with them."""
 NARROW = 6.0
 """A narrower figure, in inches, has its legend in two rows."""
 NAMED = 8
@@ -70,7 +70,7 @@ def svg(figure: Figure, name: str) -> str:
     """
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(out, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     return text[text.index("<svg") :]
 
@@ -207,7 +207,7 @@ def draw_map(axes: Axes, found: Cells, marked: Sequence[Spike], width: int = 30)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.grid(visible=False)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
     for label, spike in enumerate(marked, start=1):
         _label(axes, label, spike.step, -0.5, 1)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=18)
@@ -252,7 +252,7 @@ def _line(
 
 def _finish(axes: Axes, steps: Sequence[Outcome]) -> None:
     axes.set_xlim(steps[0].step - 0.5, steps[-1].step + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
     narrow = axes.figure.get_figure(root=True).get_figwidth() < NARROW
     axes.legend(  # above the panel, where no curve can run into it
         loc="lower right",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardclip.run_file import Run, RunFileError
 
 from .panels import (
-    POINTS,
+    COLUMNS,
     ROWS,
     SPIKE,
     blank,
@@ -51,7 +51,7 @@ def save(runs: Sequence[Run], path: Path) -> None:
 
 
 def _side_by_side(runs: Sequence[Run]) -> Figure:
-    maps = [cells(run.steps, ROWS, POINTS) for run in runs]
+    maps = [cells(run.steps, ROWS, COLUMNS) for run in runs]
     named = [worst(spikes(run.steps)) for run in runs]
     rows = max((len(one.rows) for one in maps if one is not None), default=0)
     lines = max(map(len, named))

@@ -13,6 +13,7 @@ from shardclip.run_file import Run, RunFileError
 
 from . import suggest
 from .panels import (
+    COLUMNS,
     ROWS,
     blank,
     draw_map,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 # A picture is made twice: text that is read on a desktop is not on a phone, and a browser that
 # shows one hides the other.
 WIDE, HALF, NARROW = 10.0, 6.2, 4.1  # inches
-COLUMNS = 600  # of a heat map
+MAP_COLUMNS = {WIDE: COLUMNS, HALF: 320, NARROW: 150}
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -136,7 +137,8 @@ def _section(run: Run, place: int, scale: tuple[float, float], *, alone: bool) -
 
 
 def _map(axes: Axes, width: float, *, found: Cells, marked: Sequence[Spike]) -> None:
-    draw_map(axes, found, marked, width=16 if width == NARROW else 30)
+    letters = 16 if width == NARROW else 30
+    draw_map(axes, found.coarser(MAP_COLUMNS[width]), marked, letters)
 
 
 def _picture(

@@ -6,7 +6,7 @@ import bisect
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardclip.outcome import Outcome, combine
@@ -121,6 +121,12 @@ class Cells:
     first: int
     last: int
     norms: list[list[float]]
+
+    def coarser(self, most: int) -> Cells:
+        """Return at most so many columns, so that a narrow picture drops none."""
+        bins = binned(len(self.norms[0]), most)
+        norms = [[_largest(row[p.start : p.stop]) for p in bins] for row in self.norms]
+        return replace(self, norms=norms)
 
 
 def cells(steps: Sequence[Outcome], most_rows: int, most_columns: int) -> Cells | None:
