@@ -91,7 +91,10 @@ def combine(norms: Sequence[float], p: float) -> float:
     largest = max(norms, default=0.0)
     if math.isinf(p) or largest == 0:
         return largest
-    return float(largest * math.fsum((n / largest) ** p for n in norms) ** (1 / p))
+    try:
+        return float(largest * math.fsum((n / largest) ** p for n in norms) ** (1 / p))
+    except OverflowError:  # of a p close to 0
+        return math.inf
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ class StandardLogging(Sink):
         elif not step.finite:
             what = "not finite"
         else:
-            limit = "" if math.isnan(step.max_norm) else f" of max_norm {step.max_norm:g}"
-            did = f"clipped by {step.clip_coef:.4g}" if step.clipped else "not clipped"
-            what = f"{did}{limit}, norm after {step.clipped_norm:.4g}"
+            limit = "" if math.isnan(step.max_norm) else f" (max_norm {step.max_norm:g})"
+            did = f"clipped by {step.clip_coef:.4g} to {step.clipped_norm:.4g}"
+            what = f"{did if step.clipped else 'not clipped'}{limit}"
         largest = sorted(step.norms.items(), key=_size, reverse=True)[:3] if norms else []
         named = ", ".join(f"{name} {value:.4g}" for name, value in largest)
         self._logger.log(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+    "text.parse_math": False,  # names are no formulas
     "svg.fonttype": "none",  # text stays text: smaller, and found by a search
 }
 POINTS = 1200
@@ -72,7 +74,8 @@ def svg(figure: Figure, name: str) -> str:
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(out, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
-    return text[text.index("<svg") :]
+    # Groups have names that nothing refers to, and that another picture has too.
+    return re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])
 
 
 def scale_of(runs: Sequence[Run]) -> tuple[float, float]:

@@ -144,8 +144,9 @@ def _above(ordered: Sequence[float], threshold: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Keep two digits: a third one would pretend to more than the norms say."""
-    return float(f"{value:.2g}")
+    """Round up to two digits: more would pretend to what the norms do not say."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit * (1 - 1e-9)) * unit:.2g}")
 
 
 def text(run: Run, found: Suggestion) -> str:
