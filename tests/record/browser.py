@@ -40,7 +40,7 @@ class Browser:
             os.dup2(13, 3)
             os.dup2(14, 4)
 
-        self._process = subprocess.Popen(  # noqa: PLW1509 - no threads start processes here
+        self._process = subprocess.Popen(
             command,
             preexec_fn=to_three_and_four,
             close_fds=False,

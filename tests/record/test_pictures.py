@@ -162,5 +162,5 @@ def test_runs_are_drawn_side_by_side(tmp_path, ending):
 
 
 def test_an_unknown_kind_of_picture_is_refused(tmp_path):
-    with pytest.raises(RunFileError, match="no such kind of picture; give one of .*png"):
+    with pytest.raises(RunFileError, match=r"no such kind of picture; give one of .*png"):
         plot.save([Run("a", steps(20))], tmp_path / "a.jpegs")

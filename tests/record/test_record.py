@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ class Numbers:
     """Stands for a result on a device: its numbers arrive when the test says so."""
 
     arrived = 0
-    waited: list[int] = []
+    waited: ClassVar[list[int]] = []
 
     def __init__(self, step, norm=2.0, skipped=False):
         self.heading = Heading(1, (), (), 2.0, (1.0,), skipped, step, 0.0)

@@ -21,7 +21,8 @@ from shardclip.run_file import RunFileError, read
 from .runs import outcome, steps, written
 
 ROOT = Path(__file__).parents[2]
-NUMBER = st.floats(min_value=0) | st.just(math.nan)
+LIMIT = st.floats(min_value=0)
+NUMBER = LIMIT | st.just(math.nan)
 NAMES = st.dictionaries(st.text(max_size=8), NUMBER, max_size=3)
 
 
@@ -37,7 +38,7 @@ def lines_of(path):
 
 
 @given(
-    st.lists(st.tuples(NUMBER, NUMBER, NUMBER.filter(lambda x: x == x)), min_size=1, max_size=3),
+    st.lists(st.tuples(NUMBER, NUMBER, LIMIT), min_size=1, max_size=3),
     NAMES,
     NAMES,
     st.booleans(),

@@ -154,10 +154,10 @@ def test_weights_and_biases(tmp_path):
     assert [row["clip/total_norm"] for row in rows[:2]] == [5.0, 0.5]
     assert [row["clip/skipped"] for row in rows] == [0, 0, 1, 0]
     assert rows[0]["clip/sum/loss (nats)"] == 2.0
-    histogram = rows[1]["clip/norms"]
-    assert sum(histogram["values"]) == 2
-    assert (histogram["bins"][0], histogram["bins"][-1]) == (3.0, 4.0)
-    assert [row for row in rows if "clip/norms" in row] == [rows[1]]
+    assert sum(rows[1]["clip/norms/values"]) == 2
+    bins = rows[1]["clip/norms/bins"]
+    assert (bins[0], bins[-1]) == (3.0, 4.0)
+    assert [row for row in rows if "clip/norms/bins" in row] == [rows[1]]
 
 
 @pytest.fixture
