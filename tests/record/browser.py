@@ -34,18 +34,12 @@ class Browser:
             "about:blank",
         ]
 
-        def to_three_and_four():
-            os.dup2(here_out, 13)  # out of the way first: either may be 3 or 4
-            os.dup2(here_in, 14)
-            os.dup2(13, 3)
-            os.dup2(14, 4)
-
+        # The protocol's pipes are 3 and 4; the shell puts them there.
         self._process = subprocess.Popen(
-            command,
-            preexec_fn=to_three_and_four,
-            close_fds=False,
-            stderr=subprocess.DEVNULL,
+            ["bash", "-c", f'exec "$@" 3<&{here_out} 4>&{here_in}', "bash", *command],
+            pass_fds=(here_out, here_in),
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(here_out)
         os.close(here_in)
