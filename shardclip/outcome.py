@@ -17,7 +17,7 @@ class Outcome:
         norms: Norms by parameter or by module, over all ranks; empty unless they were asked for.
         sums: The caller's numbers, summed over all ranks.
         norm_type: The p of all these norms.
-        skipped: Whether ``nonfinite="skip"`` left the gradients alone.
+        skipped: Whether the gradients were left alone as not finite.
         step: The clipper's step, the first one 1.
         time: When the host made the call, in seconds since the epoch.
     """
@@ -107,7 +107,7 @@ class Heading:
         sums: Names of the caller's numbers.
         norm_type: The p of the norms.
         max_norms: The thresholds (None: without one); None where they are among the numbers.
-        skipped: Whether the step was skipped.
+        skipped: Whether the step was skipped; None where that is among the numbers.
         step: The clipper's step.
         time: When the host made the call.
     """
@@ -117,15 +117,16 @@ class Heading:
     sums: tuple[str, ...]
     norm_type: float
     max_norms: tuple[float | None, ...] | None
-    skipped: bool
+    skipped: bool | None
     step: int
     time: float
 
     def outcome(self, numbers: Sequence[float]) -> Outcome:
-        """Read the numbers: total norm, groups' norms and coefficients, thresholds, norms, sums.
+        """Read the numbers.
 
         Args:
-            numbers: 1 + 2 * groups (3 * groups with thresholds) + keys + sums of them.
+            numbers: The total norm; the groups' norms, their coefficients, and their thresholds if
+                those are not known here; whether the step was skipped, likewise; norms; sums.
         """
         rest = iter(numbers)
 
@@ -135,6 +136,7 @@ class Heading:
         (total,) = take(1)
         group_norms, group_coefs = take(self.groups), take(self.groups)
         limits = take(self.groups) if self.max_norms is None else self.max_norms
+        skipped = bool(take(1)[0]) if self.skipped is None else self.skipped
         return Outcome(
             total,
             group_norms,
@@ -143,7 +145,7 @@ class Heading:
             dict(zip(self.keys, take(len(self.keys)), strict=True)),
             dict(zip(self.sums, take(len(self.sums)), strict=True)),
             self.norm_type,
-            self.skipped,
+            skipped,
             self.step,
             self.time,
         )

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import norm, verdict
+from . import verdict
 from .measure import Measured
 from .outcome import Heading, Outcome
 
@@ -33,7 +33,7 @@ class ClipResult:
         *,
         keys: Sequence[str] = (),
         sums: Sequence[str] = (),
-        skipped: bool = False,
+        skipped: bool | Tensor = False,
         nonfinite: Sequence[str] | None = None,
         max_norms: Sequence[float | None] | Tensor | None = None,
         step: int = 0,
@@ -45,7 +45,7 @@ class ClipResult:
             coefs: float64 coefficients of the param groups, on the payload's device.
             keys: Names of the norms.
             sums: Names of the caller's numbers.
-            skipped: Whether the step was skipped.
+            skipped: Whether the step was skipped; a 0-dim tensor where only the device knows.
             nonfinite: This rank's parameters that are not finite, where that is known already.
             max_norms: The param groups' thresholds; a tensor where only the device knows them.
             step: The clipper's step, the first one 1.
@@ -55,11 +55,19 @@ class ClipResult:
         self.clip_coef = coefs.amin().to(like)
         self._measured = measured.without_gradients()
         self._coefs = coefs
+        # What only the device knows travels with the rest of the numbers.
         self._max_norms = max_norms if isinstance(max_norms, Tensor) else None
+        self._skipped = skipped if isinstance(skipped, Tensor) else None
         groups = measured.plan.lanes.groups
-        known = None if self._max_norms is not None else tuple(max_norms or (None,) * groups)
         self.heading = Heading(
-            groups, tuple(keys), tuple(sums), measured.p, known, skipped, step, time.time()
+            groups,
+            tuple(keys),
+            tuple(sums),
+            measured.p,
+            None if isinstance(max_norms, Tensor) else tuple(max_norms or (None,) * groups),
+            None if isinstance(skipped, Tensor) else skipped,
+            step,
+            time.time(),
         )
         self._nonfinite = nonfinite
 
@@ -71,9 +79,9 @@ class ClipResult:
         """
         measured, groups = self._measured, self.heading.groups
         parts = [measured.total_norm.view(1), measured.group_norms, self._coefs]
-        if self._max_norms is not None:
-            parts.append(self._max_norms.to(measured.total_norm).reshape(-1))
-        parts.append(norm.finish(measured.powers[groups:], measured.p))
+        late = [told for told in (self._max_norms, self._skipped) if told is not None]
+        parts += [told.to(measured.total_norm).reshape(-1) for told in late]
+        parts.append(measured.norms[groups:])
         parts.append(measured.payload[measured.plan.lanes.added])
         return torch.cat(parts)
 
@@ -94,8 +102,9 @@ class ClipResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether ``nonfinite="skip"`` left the gradients alone; then do not step."""
-        return self.heading.skipped
+        """Whether the gradients were left alone as not finite; then do not step."""
+        known = self.heading.skipped
+        return self.outcome.skipped if known is None else known
 
     @property
     def group_norms(self) -> tuple[float, ...]:

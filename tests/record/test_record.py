@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardclip import GradClipper
+from shardclip import ClipResult, GradClipper
 from shardclip import record as record_module
 from shardclip.outcome import Heading, Outcome
 from shardclip.record import Record
@@ -291,10 +291,30 @@ late.append(True)
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_threshold_that_only_the_device_knows_is_read_with_the_rest():
-    heading = Heading(2, ("a",), ("n",), 2.0, None, False, 7, 0.0)
-    found = heading.outcome([5.0, 3.0, 4.0, 0.5, 1.0, 1.5, 9.0, 6.0, 8.0])
+def test_what_only_the_device_knows_is_read_with_the_rest():
+    heading = Heading(2, ("a",), ("n",), 2.0, None, None, 7, 0.0)
+    found = heading.outcome([5.0, 3.0, 4.0, 0.5, 1.0, 1.5, 9.0, 1.0, 6.0, 8.0])
     assert found == Outcome(
-        5.0, (3.0, 4.0), (0.5, 1.0), (1.5, 9.0), {"a": 6.0}, {"n": 8.0}, 2.0, False, 7, 0.0
+        5.0, (3.0, 4.0), (0.5, 1.0), (1.5, 9.0), {"a": 6.0}, {"n": 8.0}, 2.0, True, 7, 0.0
     )
     assert math.isnan(found.max_norm)
+
+
+def test_a_result_packs_what_only_the_device_knows():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    result = GradClipper([("a", parameter)], 2.0, norms="parameter").clip_()
+    told = ClipResult(
+        result._measured,
+        result._coefs,
+        keys=("a",),
+        skipped=torch.tensor(True),
+        max_norms=torch.tensor([1.5]),
+        step=3,
+    )
+    record = Record()
+    record.add(told)
+    assert told.skipped
+    assert (record[0].skipped, record[0].max_norms, record[0].step) == (True, (1.5,), 3)
+    assert record[0].norms == {"a": 5.0}
+    assert record.skipped == 1
