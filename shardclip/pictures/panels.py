@@ -256,7 +256,7 @@ def _line(
 def _finish(axes: Axes, steps: Sequence[Outcome]) -> None:
     axes.set_xlim(steps[0].step - 0.5, steps[-1].step + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
-    narrow = axes.figure.get_figure(root=True).get_figwidth() < NARROW
+    narrow = axes.figure.bbox.width / axes.figure.dpi < NARROW
     axes.legend(  # above the panel, where no curve can run into it
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),
