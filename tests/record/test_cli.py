@@ -85,7 +85,8 @@ def test_what_was_passed_over_is_said(run, capsys):
 @pytest.mark.parametrize("action", ["plot", "report"])
 def test_the_run_is_not_written_over(run, capsys, action):
     before = run.read_bytes()
-    assert "is the run itself" in refused(capsys, action, run, "-o", run)
+    itself = run.parent / "." / ".." / run.parent.name / run.name
+    assert "is the run itself" in refused(capsys, action, run, "-o", itself)
     assert run.read_bytes() == before
 
 
