@@ -220,8 +220,13 @@ def draw_map(axes: Axes, found: Cells, marked: Sequence[Spike], width: int = 30)
 
 
 def number(value: float) -> str:
-    """Write a number with three digits."""
+    """Write a norm with three digits."""
     return "NaN" if math.isnan(value) else f"{value:.3g}"
+
+
+def multiple(value: float) -> str:
+    """Write how many times something is something else, with two digits."""
+    return f"{value:.2g}" if value < 99.5 else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def worst(found: Sequence[Spike], most: int = NAMED) -> list[Spike]:

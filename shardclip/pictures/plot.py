@@ -17,6 +17,7 @@ from .panels import (
     draw_map,
     draw_norms,
     draw_share,
+    multiple,
     number,
     scale_of,
     shortened,
@@ -107,7 +108,7 @@ def _sentence(spike: Spike) -> str:
     if not math.isfinite(spike.norm):
         where = f" in {spike.module}" if spike.module else ""
         return f"step {spike.step}: norm {number(spike.norm)}{where}"
-    said = f"step {spike.step}: norm {spike.norm:.3g}, {spike.times:.2g} times the usual"
+    said = f"step {spike.step}: norm {spike.norm:.3g}, {multiple(spike.times)} times the usual"
     if not spike.module:
         return said
     share = "" if math.isnan(spike.share) else f" ({100 * spike.share:.0f} %)"

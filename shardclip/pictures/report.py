@@ -19,6 +19,7 @@ from .panels import (
     draw_map,
     draw_norms,
     draw_share,
+    multiple,
     number,
     scale_of,
     style,
@@ -69,7 +70,7 @@ table {{ border-collapse: collapse; width: 100%; font-size: .875rem; }}
 th, td {{ text-align: right; padding: .25rem .4rem; border-bottom: 1px solid #e3e6ea;
   font-variant-numeric: tabular-nums; vertical-align: top; }}
 th {{ white-space: nowrap; color: #5a5a5a; font-weight: 600; }}
-th.name, td.name {{ text-align: left; overflow-wrap: anywhere; }}
+th.name, td.name {{ width: 45%; text-align: left; overflow-wrap: anywhere; }}
 td.mark {{ color: #c1121f; font-weight: 700; }}
 </style>
 </head>
@@ -186,7 +187,7 @@ def _spike_table(marked: Sequence[Spike], count: int) -> str:
         return '<p class="quiet">No step stands out: none has three times the usual norm.</p>'
     rows = []
     for label, spike in enumerate(marked, start=1):
-        times = f"{spike.times:.2g}" if math.isfinite(spike.times) else ""
+        times = multiple(spike.times) if math.isfinite(spike.times) else ""
         share = "" if math.isnan(spike.share) else f" ({100 * spike.share:.0f}&nbsp;%)"
         norm = number(spike.norm)
         rows.append(

@@ -12,8 +12,8 @@ from itertools import pairwise
 from shardclip.outcome import Outcome, combine
 
 USUAL, FACTOR, APART = 50, 3.0, 10
-"""A spike's norm is ``FACTOR`` times the median of the ``USUAL`` steps before it, the largest such
-within ``APART`` steps."""
+"""A spike's norm is ``FACTOR`` times the median of the ``USUAL`` steps before it. A spell of such
+steps ends after ``APART`` others."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class Spike:
 def spikes(steps: Sequence[Outcome]) -> list[Spike]:
     """Find the steps that stand out, in their order; each spell of them once, by its largest."""
     found: list[Spike] = []
+    last = -APART  # the last step of the spell
     for step, usual in zip(steps, usual_norms(steps), strict=True):
         times = step.total_norm / usual if step.finite and usual > 0 else math.inf
         if step.finite and not (usual > 0 and times > FACTOR):
             continue
         spike = Spike(step.step, step.total_norm, times, *largest_part(step))
-        if found and step.step - found[-1].step < APART:
+        within, last = step.step - last < APART, step.step
+        if found and within:
             if spike.times > found[-1].times:
                 found[-1] = spike
         else:
@@ -69,13 +71,13 @@ def usual_norms(steps: Sequence[Outcome]) -> list[float]:
 def largest_part(step: Outcome) -> tuple[str, float]:
     """Return the module that contributed most, and its share of the sum of |x|^p.
 
-    Where the norm is not finite: the first module that is not, of which no share can be told.
+    Where the norm is not finite: the modules that are not, of which no share can be told.
     """
     if not step.norms:
         return "", math.nan
-    for name, norm in step.norms.items():
-        if not math.isfinite(norm):
-            return name, math.nan
+    first, *others = [n for n, norm in step.norms.items() if not math.isfinite(norm)] or [""]
+    if first:
+        return f"{first} and {len(others)} more" if others else first, math.nan
     name = max(step.norms, key=lambda key: step.norms[key])
     norm, p = step.norms[name], step.norm_type
     if not step.finite or math.isinf(p) or norm == 0:

@@ -156,7 +156,7 @@ def text(run: Run, found: Suggestion) -> str:
         why = "--warmup" if found.chosen else "unlike the rest; --warmup N chooses"
         lines.append(f"  left out: the first {found.warmup} steps, warm-up ({why})")
     if found.nonfinite:
-        lines.append(f"  left out: {found.nonfinite} steps with a NaN or infinite norm")
+        lines.append(f"  left out: {_steps(found.nonfinite)} with a NaN or infinite norm")
     lines += ["", "  norm quantile      norm   as max_norm it would have clipped"]
     for share, norm in found.quantiles.items():
         name = "maximum" if share == 1 else f"{100 * share:g} %"
@@ -167,7 +167,7 @@ def text(run: Run, found: Suggestion) -> str:
 
 
 def _first_line(run: Run, found: Suggestion) -> str:
-    said = f": {found.what}, {found.steps} steps"
+    said = f": {found.what}, {_steps(found.steps)}"
     name = run.name if len(run.name) + len(said) <= 79 else run.name[: 76 - len(said)] + "..."
     return name + said
 
@@ -194,6 +194,10 @@ def reasons(found: Suggestion) -> list[str]:
             "A fixed threshold fits one of them; consider one that adapts.",
         ]
     return lines
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def percent(share: float) -> str:

@@ -27,7 +27,7 @@ def test_a_spike_names_the_module_that_contributed_most():
 
 
 def test_a_spell_of_spikes_is_named_once_by_its_largest():
-    norms = [1.0] * 30 + [5.0, 9.0, 6.0] + [1.0] * 30
+    norms = [1.0] * 30 + [5.0, 9.0, 6.0] + [1.0] * 8 + [4.0] * 15 + [1.0] * 30
     found = series.spikes([outcome(step, norm) for step, norm in enumerate(norms, start=1)])
     assert [(spike.step, spike.norm, spike.module) for spike in found] == [(32, 9.0, "")]
 
@@ -54,6 +54,18 @@ def test_shares_are_of_the_sum_of_powers(norm_type, share):
     name, found = series.largest_part(step)
     assert name == "b"
     assert found == pytest.approx(share, nan_ok=True)
+
+
+def test_what_is_not_finite_is_named_and_counted():
+    norms = {"a": 1.0, "b": math.nan, "c": math.inf, "d": math.nan}
+    assert series.largest_part(outcome(1, math.nan, norms=norms))[0] == "b and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("times", "said"), [(3.14, "3.1"), (42.4, "42"), (99.6, "100"), (81234.0, "81,000")]
+)
+def test_multiples_have_two_digits(times, said):
+    assert panels.multiple(times) == said
 
 
 def test_a_running_share():
