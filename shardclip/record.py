@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol, overload
 
-import torch
 from torch import Tensor
 
+from .compat import HostCopy, is_capturing
 from .outcome import Heading, Outcome
 
 _log = logging.getLogger("shardclip")
@@ -73,10 +73,13 @@ class Record:
     def add(self, result: Step) -> None:
         """Take a step's numbers, on the device as they are; no host sync.
 
+        Nothing is taken while a CUDA graph is captured, since its replays do not call this.
+
         Args:
             result: What ``clip_()`` returned.
         """
-        self._ledger.add(_Arriving(result))
+        if not is_capturing():
+            self._ledger.add(_Arriving(result))
 
     def send_to(self, *sinks: Sink) -> None:
         """Send every step from now on to these, in order, once it has arrived on the host.
@@ -184,26 +187,18 @@ class Record:
 class _Arriving:
     """One step's numbers on their way to the host."""
 
-    __slots__ = ("_event", "_heading", "_host")
+    __slots__ = ("_copy", "_heading")
 
     def __init__(self, result: Step) -> None:
-        packed = result.packed()
         self._heading = result.heading
-        self._host = packed.to("cpu", non_blocking=True)  # pinned memory where it has to travel
-        self._event: torch.Event | None = None
-        if packed.device.type != "cpu":
-            self._event = torch.Event(packed.device)
-            self._event.record()
+        self._copy = HostCopy(result.packed())
 
     def has_arrived(self) -> bool:
-        """Ask without waiting."""
-        return self._event is None or self._event.query()
+        return self._copy.has_arrived()
 
     def outcome(self) -> Outcome:
         """Wait, and read."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._heading.outcome(self._host.tolist())
+        return self._heading.outcome(self._copy.read().tolist())
 
 
 class _Ledger:

@@ -1,4 +1,4 @@
-"""Power sums by torch's foreach calls, in float64: for CUDA, and the specification on CPU."""
+"""Power sums and products by torch's foreach calls: where Triton is not, and the specification."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from shardclip.norm import is_maximum
 class PowerSums:
     """Sum |x|^p per bucket; see ``kernels.build``.
 
-    float64 holds the square of every smaller dtype's number, so nothing overflows or underflows.
+    In float64, which holds the square of every smaller dtype's number: nothing overflows.
     Tensors of several devices are summed where they lie; the result is on the first one's device.
     """
 
@@ -52,3 +52,16 @@ def _sums(tensors: list[Tensor], p: float) -> list[Tensor]:
     real = [t.abs() if t.is_complex() else t for t in tensors]
     norms = torch._foreach_norm(real, p, torch.float64)
     return list(norms) if is_maximum(p) or p == 1 else [n.pow(p) for n in norms]
+
+
+def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
+    """Multiply in place by a 0-dim tensor: a Python number would be rounded to a 16-bit dtype.
+
+    Args:
+        tensors: All on one device, of any dtype and stride.
+        coef: float64, on that device.
+    """
+    for dtype in dict.fromkeys(t.dtype for t in tensors if t.numel()):
+        here = [t for t in tensors if t.dtype == dtype and t.numel()]
+        # torch takes all tensors in one launch only where the coefficient has their dtype.
+        torch._foreach_mul_(here, coef.to(dtype) if dtype == torch.float32 else coef)

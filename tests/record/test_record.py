@@ -157,7 +157,7 @@ class Taker:
 
 @pytest.fixture
 def device(monkeypatch):
-    monkeypatch.setattr(record_module.torch, "Event", Event)
+    monkeypatch.setattr(torch, "Event", Event)
     Event.made = Numbers.arrived = 0
     Numbers.waited = []
 
@@ -181,6 +181,13 @@ def test_adding_waits_for_nothing_and_sends_a_step_late():
     assert taker.steps == [1, 2, 3, 4, 5]
     record.close()
     assert taker.closed
+
+
+def test_nothing_is_taken_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(record_module, "is_capturing", lambda: True)
+    record = Record()
+    record.add(object())
+    assert record.steps == 0
 
 
 @pytest.mark.usefixtures("device")
