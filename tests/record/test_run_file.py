@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardclip import run_file
 from shardclip.logging import JsonLines
 from shardclip.outcome import Outcome
 from shardclip.run_file import RunFileError, read
@@ -148,7 +147,7 @@ def test_lines_of_others_are_read_if_they_have_a_norm(tmp_path):
     assert run.notes == ["no header: read as p = 2"]
 
 
-HEADER = run_file.header_line("a", 2.0, {})
+HEADER = '{"format": "shardclip-steps", "version": 1, "norm_type": 2.0}'
 
 
 @pytest.mark.parametrize(
