@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardclip.logging import JsonLines
@@ -36,6 +36,7 @@ def lines_of(path):
     ]
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(NUMBER, NUMBER, LIMIT), min_size=1, max_size=3),
     NAMES,
