@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardclip import run_file
 from shardclip.logging import JsonLines
 from shardclip.outcome import Outcome
 from shardclip.run_file import RunFileError, read
@@ -37,6 +36,7 @@ def lines_of(path):
     ]
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(NUMBER, NUMBER, LIMIT), min_size=1, max_size=3),
     NAMES,
@@ -148,7 +148,7 @@ def test_lines_of_others_are_read_if_they_have_a_norm(tmp_path):
     assert run.notes == ["no header: read as p = 2"]
 
 
-HEADER = run_file.header_line("a", 2.0, {})
+HEADER = '{"format": "shardclip-steps", "version": 1, "norm_type": 2.0}'
 
 
 @pytest.mark.parametrize(
