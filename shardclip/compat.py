@@ -127,6 +127,10 @@ class HostCopy:
             self._event = torch.Event(tensor.device)
             self._event.record()
 
+    def has_arrived(self) -> bool:
+        """Ask without waiting; for what is this rank's alone, such as a log."""
+        return self._event is None or self._event.query()
+
     def read(self) -> Tensor:
         """Wait until it has arrived; never poll, so that all ranks do the same."""
         if self._event is not None:
