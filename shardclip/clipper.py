@@ -20,6 +20,7 @@ from . import (
     optimizers,
     plan,
     reduce,
+    thresholds,
     verdict,
 )
 from .adapters import Read
@@ -37,6 +38,7 @@ from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
 from .skips import Skips
+from .thresholds import Limit
 
 POLICIES = ("propagate", "raise", "skip")
 
@@ -59,7 +61,10 @@ class GradClipper:
             tensor)`` pairs, or a list of param groups in the optimizers' form, each with its own
             ``max_norm``. Each group is clipped by its own norm; all take one all-reduce.
         max_norm: The largest norm that is left alone, for groups without one of their own; None:
-            counted and left alone. May be changed between steps.
+            counted and left alone. May be changed between steps. Or a rule: one of
+            ``shardclip.adaptive``, or any ``f(total_norm, step)`` that returns a number or a 0-dim
+            tensor, from the total norm (float64, the same bits on every rank) and the number of
+            steps before. All groups that follow it are scaled alike, by the total norm against it.
         norm_type: 0 (counts non-zeros), any p > 0, or inf.
         group: The ranks that reduce together: a process group, a one-axis DeviceMesh, ``SELF`` for
             this rank alone, or None for the whole world. Every rank of it must call.
@@ -107,7 +112,7 @@ class GradClipper:
     def __init__(
         self,
         parameters: Parameters | Iterable[Mapping[str, Any]],
-        max_norm: float | None,
+        max_norm: Limit,
         norm_type: float = 2.0,
         *,
         group: Group = None,
@@ -153,7 +158,7 @@ class GradClipper:
         self._deferred: verdict.Deferred | None = None
         self.param_groups, sources, problems = grouped(parameters, self._world)
         if not problems:
-            self._limits()  # raises for a wrong max_norm
+            thresholds.of_groups(self.param_groups, max_norm)  # raises for a wrong one
         self._agreed = agreement.reach(
             sources,
             planner,
@@ -305,7 +310,7 @@ class GradClipper:
                 optimizers.step_scaled(one, coef, judged.stops)
             elif not judged.skipped:
                 optimizers.step_plain(one)
-        return self._result(judged, begun.limits)
+        return self._result(judged)
 
     def _begin(
         self,
@@ -324,7 +329,8 @@ class GradClipper:
         """
         if self._under_way:
             raise RuntimeError("a step is under way: call finish() of what start() returned")
-        limits = self._limits()
+        limits = thresholds.of_groups(self.param_groups, self.max_norm)
+        rule = thresholds.rule_of(limits)
         scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
@@ -334,7 +340,7 @@ class GradClipper:
         found = self._collector.collect(also, scaler, stepped)
         # A loss scale that is too large is a scaler's usual way to find the right one.
         strict = self.nonfinite == "raise" and scaler is None
-        skip = self.nonfinite == "skip"
+        skip = self.nonfinite == "skip" or thresholds.skips(rule)
         started = start(
             found.plan,
             found.grads,
@@ -345,11 +351,11 @@ class GradClipper:
             compare=compare,
             added=found.added,
             settings={
-                "max_norm": limits,
+                "max_norm": thresholds.named(limits),
                 "nonfinite": self.nonfinite,
                 "grad_scaler": scaler is not None,
                 "on_drift": self.on_drift,
-                "steps": self.steps if self.check_replicas > 1 else 0,
+                "steps": self.steps if self.check_replicas > 1 or rule is not None else 0,
             },
         )
         self._under_way = True
@@ -361,7 +367,7 @@ class GradClipper:
         if begun.scaler is not None and judged.stops is not None:
             for optimizer in begun.optimizers:
                 loss_scaling.mark_unscaled(begun.scaler, optimizer, judged.stops)
-        return self._result(judged, begun.limits)
+        return self._result(judged)
 
     def _judge(self, begun: Begun) -> Judged:
         """Conclude on all ranks alike; raise what is wrong before anything is touched."""
@@ -379,20 +385,28 @@ class GradClipper:
                 self._deferred = None
         elif measured.flags.present == 0:
             warn_once(self, NO_GRADIENTS)
-        coefs = self._coefs(measured, begun.limits)
+        applied = thresholds.apply(
+            begun.limits, measured.group_norms, measured.total_norm, self.steps
+        )
+        coefs = applied.coefs
         if failed is not None:
             coefs = torch.where(failed, 1.0, coefs)
         unit = begun.found.unit
         factors = coefs if unit is None else coefs * unit.to(coefs.device)
-        if begun.scaler is None and self.nonfinite != "skip":
-            names = self._names(measured)
-            return Judged(measured, coefs, factors, failed, False, names)
-        stops = ~torch.isfinite(measured.total_norm)
+        names = self._names(measured)
+        stops = applied.spiked
+        if begun.scaler is not None or self.nonfinite == "skip":
+            nonfinite = ~torch.isfinite(measured.total_norm)
+            stops = nonfinite if stops is None else stops | nonfinite
+        if stops is None:
+            return Judged(measured, coefs, factors, failed, False, names, applied.limits)
+        if failed is not None:
+            stops = stops | failed
         coefs, factors = torch.where(stops, 1.0, coefs), torch.where(stops, 1.0, factors)
         skipped = bool(stops) if measured.read else stops
-        if skipped is True and self.nonfinite == "skip" and self._deferred is None:
+        if names is not None and self.nonfinite == "skip" and self._deferred is None:
             measured.nonfinite = inspection.nonfinite(measured, self._world)
-        return Judged(measured, coefs, factors, stops, skipped, self._names(measured))
+        return Judged(measured, coefs, factors, stops, skipped, names, applied.limits)
 
     @staticmethod
     def _names(measured: Measured) -> list[str] | None:
@@ -409,7 +423,7 @@ class GradClipper:
                 continue  # nothing is touched, nor even collected
             scale_(judged.measured.targets(group, apart), factor)
 
-    def _result(self, judged: Judged, limits: Sequence[float | None]) -> ClipResult:
+    def _result(self, judged: Judged) -> ClipResult:
         self.steps += 1
         self._skips.count(judged.skipped)
         result = ClipResult(
@@ -419,7 +433,7 @@ class GradClipper:
             sums=self.also,
             skipped=judged.skipped,
             nonfinite=judged.names,
-            max_norms=limits,
+            max_norms=judged.limits,
             step=self.steps,
         )
         self.record.add(result)
@@ -439,20 +453,50 @@ class GradClipper:
         """How many steps were skipped since the last one that was not; a host sync likewise."""
         return int(self._skips.streak)
 
-    def _limits(self) -> list[float | None]:
-        """Return each group's threshold as it is now."""
-        own = [group.get("max_norm", self.max_norm) for group in self.param_groups]
-        return [None if limit is None else norm.check_max_norm(limit) for limit in own]
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep: counts, and the state of an adaptive ``max_norm``.
 
-    def _coefs(self, measured: Measured, limits: Sequence[float | None]) -> Tensor:
-        """Return each group's coefficient; of groups that are left alone, 1."""
-        norms = measured.group_norms
-        given = tuple(math.inf if limit is None else limit for limit in limits)
-        coefs = norm.clip_coef(norms, compat.constant(given, torch.float64, norms.device))
-        if None in limits:
-            alone = tuple(limit is None for limit in limits)
-            coefs = torch.where(compat.constant(alone, torch.bool, norms.device), 1.0, coefs)
-        return coefs
+        Small tensors of fixed shapes, the same on every rank whatever the number of ranks, for
+        ``torch.save`` and ``torch.distributed.checkpoint`` (the clipper itself is one of its
+        ``Stateful`` objects). A rule of your own is kept where it has ``state_dict()`` and
+        ``load_state_dict()``.
+
+        Communication:
+            None. A host sync where skips were counted on a device.
+        """
+        own = getattr(self.max_norm, "state_dict", None)
+        return {
+            "steps": torch.tensor(self.steps),
+            "skipped": torch.tensor(self.skipped),
+            "consecutive_skips": torch.tensor(self.consecutive_skips),
+            "max_norm": {} if own is None else own(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another clipper was; every rank must load the same.
+
+        Args:
+            state: What its ``state_dict()`` returned.
+
+        Raises:
+            ValueError: It lacks something, or was another threshold's; nothing changed.
+        """
+        missing = {"steps", "skipped", "consecutive_skips", "max_norm"} - set(state)
+        if missing:
+            raise ValueError(
+                f"the state lacks {', '.join(sorted(missing))}; give what a GradClipper's "
+                "state_dict() returned"
+            )
+        load = getattr(self.max_norm, "load_state_dict", None)
+        if load is not None:
+            load(state["max_norm"])
+        elif state["max_norm"]:
+            raise ValueError(
+                f"the state is that of an adaptive max_norm, but this clipper's is "
+                f"{self.max_norm!r}; give it a threshold made as the saved one was"
+            )
+        self.steps = int(state["steps"])
+        self._skips = Skips(int(state["skipped"]), int(state["consecutive_skips"]))
 
 
 def _one_of(what: str, value: str | None, choices: Sequence[str | None]) -> str:

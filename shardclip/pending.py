@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from .collect import Collected
 from .measure import Measured, Started
 from .result import ClipResult
+from .thresholds import Limit
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Begun:
 
     started: Started
     found: Collected
-    limits: list[float | None]
+    limits: Sequence[Limit]
     scaler: GradScaler | None = None
     optimizers: Sequence[Optimizer] = ()
 
@@ -42,7 +43,9 @@ class Judged:
             inverse; 1 where they stay as they are.
         stops: 0-dim bool: whether the optimizer's step is to be left out; None where it never is.
         skipped: The same as far as it is known on the host, else ``stops``.
-        names: This rank's parameters that are not finite, where that is known.
+        names: This rank's parameters that are not finite; None where the norm is finite or nobody
+            has looked.
+        limits: The param groups' thresholds.
     """
 
     measured: Measured
@@ -51,6 +54,7 @@ class Judged:
     stops: Tensor | None
     skipped: bool | Tensor
     names: list[str] | None
+    limits: Sequence[float] | Tensor
 
 
 class Pending:

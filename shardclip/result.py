@@ -103,7 +103,7 @@ class ClipResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradients were left alone as not finite; then do not step."""
+        """Whether the gradients were left alone, as not finite or a spike; then do not step."""
         known = self.heading.skipped
         return self.outcome.skipped if known is None else known
 

@@ -9,9 +9,9 @@ from .errors import NonFiniteGradientError
 class Skips:
     """How many steps were skipped, in all and in a row."""
 
-    def __init__(self) -> None:
-        self.total: int | Tensor = 0
-        self.streak: int | Tensor = 0
+    def __init__(self, total: int = 0, streak: int = 0) -> None:
+        self.total: int | Tensor = total
+        self.streak: int | Tensor = streak
         self._told: HostCopy | None = None
 
     def count(self, skipped: bool | Tensor) -> None:
@@ -35,7 +35,8 @@ class Skips:
         streak = self.streak if self._told is None else self._told.read()
         if int(streak) >= most:
             raise NonFiniteGradientError(
-                f"{int(streak)} steps in a row were skipped, as gradients were not finite; "
+                f"{int(streak)} steps in a row were skipped, as gradients were not finite "
+                f"(or spikes, with a threshold that skips those); "
                 f"max_consecutive_skips={most}. The parameters have not changed since: look at the "
                 "data, the learning rate and the loss scale (ClipResult.nonfinite names the "
                 "gradients), or load an earlier checkpoint"
