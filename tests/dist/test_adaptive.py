@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardclip import GradClipper
 from shardclip.adaptive import AutoClip, LinearWarmup, RunningMean, ZClip
-from tests.ranks import everywhere, on_ranks, raised_everywhere, run_on_ranks, same_everywhere
+from tests.ranks import on_ranks, raised_everywhere, run_on_ranks, same_everywhere
 from tests.ranks.clippers import counted, here, shard
 from tests.ranks.tensors import S0, local_of, mesh_of, parameter, sharded
 
@@ -126,17 +126,20 @@ def test_another_rule_on_one_rank():
     assert local_of(held.grad).tolist() == here([3.0], [4.0])
 
 
-@on_ranks(2)
-def test_functions_are_told_apart_by_name_and_not_by_address():
-    junk = [lambda: None for _ in range(here(1, 1000))]
-
+def make_rule():
     def by_name(total_norm, step):
         return 2.5
 
-    assert len(set(everywhere(id(by_name)))) == len(set(everywhere(len(junk)))) == 2
-    clipper = GradClipper([("w", shard([3.0, 4.0]))], by_name)
+    return by_name
+
+
+@on_ranks(2)
+def test_functions_are_told_apart_by_name_and_not_by_address():
+    rule = [make_rule() for _ in range(here(1, 1000))][-1]
+    assert not same_everywhere(id(rule))
+    clipper = GradClipper([("w", shard([3.0, 4.0]))], rule)
     assert counted(clipper).clipped_norm == pytest.approx(2.5, rel=1e-5)
-    clipper.max_norm = here(by_name, lambda total_norm, step: 2.5)
+    clipper.max_norm = here(rule, lambda total_norm, step: 2.5)
     raised_everywhere(clipper.clip_, ValueError, "max_norm= differs")
 
 
