@@ -15,17 +15,22 @@ if TYPE_CHECKING:
     )
     from .clipper import GradClipper
     from .errors import NonFiniteGradientError, ReplicaMismatchError
+    from .per_tensor import PerTensorClipper, clip_grad_per_tensor_norm_
     from .reduce import SELF
     from .result import ClipResult
+    from .value import clip_grad_value_
 
 # Loaded on first use, so that `import shardclip` never imports torch (login nodes have none).
 _HOME = {
     "clip_by_global_norm": "clip",
     "clip_grad_norm_": "clip",
+    "clip_grad_per_tensor_norm_": "per_tensor",
+    "clip_grad_value_": "value",
     "clip_grads_with_norm_": "clip",
     "get_total_norm": "clip",
     "global_norm": "clip",
     "GradClipper": "clipper",
+    "PerTensorClipper": "per_tensor",
     "ClipResult": "result",
     "NonFiniteGradientError": "errors",
     "ReplicaMismatchError": "errors",
@@ -37,10 +42,13 @@ __all__ = [
     "ClipResult",
     "GradClipper",
     "NonFiniteGradientError",
+    "PerTensorClipper",
     "ReplicaMismatchError",
     "__version__",
     "clip_by_global_norm",
     "clip_grad_norm_",
+    "clip_grad_per_tensor_norm_",
+    "clip_grad_value_",
     "clip_grads_with_norm_",
     "get_total_norm",
     "global_norm",

@@ -149,6 +149,7 @@ class GradClipper:
             )
         self.steps = 0
         self.record = Record()
+        self._alike: dict[str, object] = {}  # what else ranks must have alike in a step
         self._skips = Skips()
         self._under_way = False
         self._world = reduce.resolve(group)
@@ -356,6 +357,7 @@ class GradClipper:
                 "grad_scaler": scaler is not None,
                 "on_drift": self.on_drift,
                 "steps": self.steps if self.check_replicas > 1 or rule is not None else 0,
+                **self._alike,
             },
         )
         self._under_way = True

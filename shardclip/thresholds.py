@@ -55,7 +55,7 @@ def skips(rule: Rule | None) -> bool:
     return bool(getattr(rule, "skip", False))
 
 
-def named(limits: Sequence[Limit]) -> list[object]:
+def named(limits: Sequence[object]) -> list[object]:
     """Put rules into words that are the same in every process; numbers stay as they are."""
     return [
         re.sub(r" at 0x[0-9a-fA-F]+", "", repr(limit)) if callable(limit) else limit
