@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .agc import AdaptiveGradClipper, adaptive_clip_grad_
     from .clip import (
         clip_by_global_norm,
         clip_grad_norm_,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that `import shardclip` never imports torch (login nodes have none).
 _HOME = {
+    "adaptive_clip_grad_": "agc",
     "clip_by_global_norm": "clip",
     "clip_grad_norm_": "clip",
     "clip_grad_per_tensor_norm_": "per_tensor",
@@ -29,6 +31,7 @@ _HOME = {
     "clip_grads_with_norm_": "clip",
     "get_total_norm": "clip",
     "global_norm": "clip",
+    "AdaptiveGradClipper": "agc",
     "GradClipper": "clipper",
     "PerTensorClipper": "per_tensor",
     "ClipResult": "result",
@@ -39,12 +42,14 @@ _HOME = {
 
 __all__ = [
     "SELF",
+    "AdaptiveGradClipper",
     "ClipResult",
     "GradClipper",
     "NonFiniteGradientError",
     "PerTensorClipper",
     "ReplicaMismatchError",
     "__version__",
+    "adaptive_clip_grad_",
     "clip_by_global_norm",
     "clip_grad_norm_",
     "clip_grad_per_tensor_norm_",
