@@ -103,6 +103,16 @@ def test_two_axes():
 
 
 @on_ranks(4)
+def test_copies_of_a_split_row_count_once():
+    # Zero weights count eps: the limit is 0.5 * 0.1, the gradient's norm 5, on both replicas.
+    grad = torch.tensor([[3.0, 4.0]])
+    made = pair(torch.zeros(1, 2), grad, mesh_of(2, 2), [R, S1])
+    adaptive_clip_grad_([("w", made)], 0.5, 0.1)
+    expected = here(0.03, 0.04, 0.03, 0.04)
+    assert local_of(made.grad).item() == pytest.approx(expected, rel=1e-6)
+
+
+@on_ranks(4)
 def test_rows_cut_by_fsdp_after_tensor_parallelism():
     mesh = mesh_of(2, 2)
     weight, grad = random(8, 3, seed=0), random(8, 3, seed=1)
