@@ -43,7 +43,7 @@ class PerTensorClipper:
         with one number for each parameter more.
 
     References:
-        ``optax.per_example_layer_norm_clip`` and ``optax.clip_by_block_rms`` clip layer by layer.
+        ``optax.clip_by_block_rms``, which bounds each array's root of the mean square.
     """
 
     def __init__(
