@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import adapters, agreement, compat, gradients, norm, plan, reduce, verdict
-from .adapters import Read
+from .adapters import Read, deepspeed
 from .clip import NO_GRADIENTS, Parameters
 from .gradients import Layout, Source
 from .measure import Measured, measure
@@ -88,6 +88,7 @@ class GradClipper:
         if self.also and norm.is_maximum(self.norm_type):
             raise ValueError("also= sums, and p = inf takes the maximum; drop one")
         self.steps = 0
+        self.result: ClipResult | None = None
         self.skipped = 0
         self._world = reduce.resolve(group)
         self._read = adapters.read_grad if grad is None else grad
@@ -119,6 +120,43 @@ class GradClipper:
         gradients.notice_if_used_up(parameters, self._sources)
         for message in self._agreed.notices:
             warn_once(self, message)
+
+    @classmethod
+    def from_deepspeed(
+        cls, engine: Any, max_norm: float | None, norm_type: float = 2.0, **options: Any
+    ) -> "GradClipper":
+        """Clip a DeepSpeed engine's gradients by their true norm, inside ``engine.step()``.
+
+        Write it once after ``deepspeed.initialize``; the loop stays as it is::
+
+            clipper = GradClipper.from_deepspeed(engine, max_norm=1.0)
+            ...
+            engine.backward(loss)
+            engine.step()  # clips at the accumulation boundary; then see clipper.result
+
+        DeepSpeed's own ``gradient_clipping`` is switched off, and
+        ``engine.get_global_grad_norm()`` gives this norm. ``clipper.clip_()`` between backward and
+        step is not repeated by the step.
+
+        Args:
+            engine: What ``deepspeed.initialize`` returned: ZeRO stage 0, 1, 2 or 3.
+            max_norm: As in the class.
+            norm_type: As in the class.
+            options: As in the class: ``group``, ``nonfinite``, ``norms``, ``also``.
+
+        Raises:
+            TypeError: It is no engine.
+            ImportError: DeepSpeed is missing or too old.
+            ValueError: An argument is wrong, or a mode of the engine is not supported.
+
+        Communication:
+            As in the class: a few all-gathers here, one all-reduce in each step.
+        """
+        sources = deepspeed.sources(engine)
+        options.setdefault("grad", deepspeed.reader(engine))
+        clipper = cls(sources, max_norm, norm_type, **options)
+        deepspeed.clip_in_step(engine, clipper)
+        return clipper
 
     def clip_(self, also: Mapping[str, float | Tensor] | None = None) -> ClipResult:
         """Clip the gradients in place.
@@ -171,7 +209,7 @@ class GradClipper:
             self._scale(measured, coefs)
         self.steps += 1
         self.skipped += skipped
-        return ClipResult(
+        self.result = ClipResult(
             measured,
             torch.ones_like(coefs) if skipped else coefs,
             keys=self._agreed.keys,
@@ -179,6 +217,7 @@ class GradClipper:
             skipped=skipped,
             nonfinite=names,
         )
+        return self.result
 
     def step(
         self, optimizer: torch.optim.Optimizer, also: Mapping[str, float | Tensor] | None = None
@@ -307,6 +346,8 @@ def _grouped(
         if isinstance(parameters, nn.Module):
             return [{}], adapters.module_sources(parameters, world), []
         listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if listed and all(isinstance(entry, Source) for entry in listed):  # from an adapter
+            return [{}], gradients.unique(listed), []
         if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
             return [{}], gradients.unique(gradients.of_iterable(listed, "group0.{}")), []
         sources: list[Source] = []
