@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import adapters, agreement, compat, gradients, norm, plan, reduce, verdict
-from .adapters import Read, deepspeed
+from .adapters import Read, deepspeed, megatron
 from .clip import NO_GRADIENTS, Parameters
 from .gradients import Layout, Source
 from .measure import Measured, measure
@@ -156,6 +156,50 @@ class GradClipper:
         options.setdefault("grad", deepspeed.reader(engine))
         clipper = cls(sources, max_norm, norm_type, **options)
         deepspeed.clip_in_step(engine, clipper)
+        return clipper
+
+    @classmethod
+    def from_megatron(
+        cls,
+        optimizer: Any,
+        model_chunks: Sequence[nn.Module],
+        max_norm: float | None,
+        norm_type: float = 2.0,
+        *,
+        pg_collection: Any = None,
+        **options: Any,
+    ) -> "GradClipper":
+        """Clip inside a Megatron-core optimizer's ``step()``, by the true norm over all ranks.
+
+        Write it once after ``get_megatron_optimizer``; the loop stays as it is::
+
+            clipper = GradClipper.from_megatron(optimizer, model_chunks, max_norm=1.0)
+            ...
+            success, grad_norm, num_zeros = optimizer.step()
+
+        Tensor-parallel copies and tied embeddings count once, experts over their own groups, and
+        the distributed optimizer's flat shards as what they are. Megatron's own ``clip_grad`` is
+        switched off; ``grad_norm`` is this norm.
+
+        Args:
+            optimizer: What ``get_megatron_optimizer`` returned.
+            model_chunks: The chunks that it was made for.
+            max_norm: As in the class.
+            norm_type: As in the class.
+            pg_collection: Megatron's process groups; by default those of ``parallel_state``.
+            options: As in the class: ``group``, ``nonfinite``, ``norms``, ``also``.
+
+        Raises:
+            ImportError: Megatron-core is missing or too old.
+            ValueError: An argument is wrong, or the optimizer is of a kind that is not supported.
+
+        Communication:
+            As in the class: a few all-gathers here, one all-reduce in each step.
+        """
+        known = megatron.describe(optimizer, model_chunks, pg_collection)
+        options = {"layout": known.layout, "grad": megatron.read, **options}
+        clipper = cls(known.sources, max_norm, norm_type, **options)
+        megatron.clip_in_step(optimizer, clipper)
         return clipper
 
     def clip_(self, also: Mapping[str, float | Tensor] | None = None) -> ClipResult:
