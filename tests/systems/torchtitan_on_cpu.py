@@ -1,7 +1,6 @@
-"""torchtitan's Llama on CPU, for the tests alone: three shims, two layers."""
+"""torchtitan's Llama on CPU, for the tests alone: two shims, two layers."""
 
 import torch
-import torch._utils
 from torch import Tensor, nn
 
 
@@ -15,8 +14,7 @@ def _attention(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, enable_gqa=False, **
 
 
 def torchtitan():
-    """Import it: without an accelerator it would fall back to CUDA."""
-    torch._utils._get_available_device_type = lambda: "cpu"
+    """Its Llama, with plain attention; ``preload`` has imported it for CPU."""
     import torchtitan.models.llama3 as llama3
     from torchtitan.models.common.attention import FlexAttention
 
