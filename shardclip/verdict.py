@@ -19,7 +19,6 @@ from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .gradients import Source
 from .measure import Measured
 from .norm import is_maximum
-from .payload import FLAGS
 from .world import World
 
 _MEND = (
@@ -87,9 +86,12 @@ def nonfinite_names(measured: Measured) -> list[str]:
 
     Reads the gradients once more; where they are gone, the sums that the kernel has kept.
     """
-    flags = [bool(kernels.any_nonfinite(whole)) for whole in measured.wholes] or measured.kept()
-    seats = measured.plan.seats[: len(flags)]
-    return list(dict.fromkeys(s.source.name for s, bad in zip(seats, flags, strict=True) if bad))
+    flags = [bool(kernels.any_nonfinite(whole)) for whole in measured.wholes]
+    seats = measured.plan.seats
+    if not flags:
+        flags, seats = measured.kept(), measured.plan.read()
+    pairs = zip(seats, flags, strict=bool(flags))
+    return list(dict.fromkeys(seat.source.name for seat, bad in pairs if bad))
 
 
 def raise_mismatch(measured: Measured, world: World) -> None:
@@ -98,7 +100,7 @@ def raise_mismatch(measured: Measured, world: World) -> None:
     Raises:
         ReplicaMismatchError: Names the parameters, the ranks and the mend.
     """
-    if not bool(measured.proof[:, -1].any()):
+    if not measured.plan.lanes.slots or not bool(measured.proof[:, -1].any()):
         return  # nobody holds copies
     size = measured.size()
     suspects = replicas.suspicious(measured.proof, size).nonzero().flatten().tolist()
@@ -131,10 +133,10 @@ def _differences(entries: list[_Held], size: float) -> list[str]:
         tensors[entry.copy.slot, entry.copy.ordinal].append(entry)
     lines = []
     for held in tensors.values():
-        rows = torch.zeros(1, replicas.LANES, dtype=torch.float64, device="cpu")
         copies = [replace(entry.copy, slot=0) for entry in held]
-        again = replicas.Proof(copies, [0] * len(copies), rows.device)
-        again.contribute(rows, torch.stack([entry.sketch for entry in held]))
+        here = torch.device("cpu")
+        again = replicas.Proof(copies, [0] * len(copies), here)
+        rows = again.lanes(torch.stack([entry.sketch for entry in held]), 1, here)
         if bool(replicas.disagreeing(rows, on_host(size))):
             lines.append(_describe(held, rows[0]))
     return lines
@@ -195,7 +197,7 @@ def pass_verdict(measured: Measured, world: World) -> Deferred | None:
     """
     if not measured.read:
         return Deferred(measured)
-    flags = measured.flags()
+    flags = measured.flags
     if flags.unread:
         return Deferred(measured)
     if flags.errors:
@@ -215,7 +217,7 @@ class Deferred:
     """
 
     def __init__(self, measured: Measured) -> None:
-        failed = measured.payload[measured.plan.lanes.flags][FLAGS.index("errors")] > 0
+        failed = measured.plan.lanes.failed(measured.payload)
         if not is_maximum(measured.p):
             differ = replicas.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
@@ -245,6 +247,6 @@ class Deferred:
         if self._event is not None:
             self._event.synchronize()  # waiting, never polling: all ranks raise in the same call
         if bool(self._host):
-            if self.measured.flags().errors:
+            if self.measured.flags.errors:
                 raise_problems(self.measured, world)
             raise_mismatch(self.measured, world)
