@@ -46,7 +46,8 @@ class FromFrameworks:
         """
         sources = deepspeed.sources(engine)
         options.setdefault("grad", deepspeed.reader(engine))
-        clipper = cls(sources, max_norm, norm_type, **options)
+        make: Any = cls
+        clipper: Self = make(sources, max_norm, norm_type, **options)
         deepspeed.clip_in_step(engine, clipper)
         return clipper
 
@@ -90,6 +91,7 @@ class FromFrameworks:
         """
         known = megatron.describe(optimizer, model_chunks, pg_collection)
         options = {"layout": known.layout, "grad": megatron.read, **options}
-        clipper = cls(known.sources, max_norm, norm_type, **options)
+        make: Any = cls
+        clipper: Self = make(known.sources, max_norm, norm_type, **options)
         megatron.clip_in_step(optimizer, clipper)
         return clipper

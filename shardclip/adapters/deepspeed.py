@@ -1,8 +1,8 @@
 """DeepSpeed: the gradients that ``engine.step()`` is about to step on, and the step itself.
 
-ZeRO keeps no ``.grad``. Stages 1 and 2 flatten each param group, pad it and cut it into equal slices,
-through the middle of parameters; stage 3 pads and cuts every parameter by itself. Each rank steps on
-its own slices, so scaling those in place is what clips. Padding is never read.
+ZeRO keeps no ``.grad``. Stages 1 and 2 flatten each param group, pad it and cut it into equal
+slices, through the middle of parameters; stage 3 pads and cuts every parameter by itself. Each rank
+steps on its own slices, so scaling those in place is what clips. Padding is never read.
 
 Written against DeepSpeed's ``deepspeed.utils.tensor_fragment`` (stages 1, 2 and the bf16 optimizer)
 and ``runtime/zero/stage3.py``.
@@ -10,7 +10,7 @@ and ``runtime/zero/stage3.py``.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,20 +22,7 @@ from shardclip.ownership import Ownership
 Read = Callable[[Tensor], Tensor | None]
 
 _OLDEST = "0.16"
-
-
-class _Result(Protocol):
-    @property
-    def total_norm(self) -> Tensor: ...
-    @property
-    def skipped(self) -> bool: ...
-
-
-class _Clipper(Protocol):
-    steps: int
-    result: Any
-
-    def clip_(self) -> _Result: ...
+_NAMED = {"extra": "deepspeed", "distribution": "deepspeed"}
 
 
 def check(engine: object) -> None:
@@ -46,7 +33,7 @@ def check(engine: object) -> None:
         ImportError: DeepSpeed is missing or too old.
         ValueError: Its mode is not supported.
     """
-    deepspeed = extras.require("deepspeed", _OLDEST, extra="deepspeed")
+    deepspeed = extras.require("deepspeed", _OLDEST, **_NAMED)
     if not isinstance(engine, deepspeed.DeepSpeedEngine):
         raise TypeError(
             f"engine must be what deepspeed.initialize returns, got {type(engine).__name__}"
@@ -84,9 +71,7 @@ def sources(engine: Any) -> list[Source]:
         if parameter.requires_grad:
             full = clean(name)
             owned = _ownership(engine, parameter)
-            found.append(
-                Source(full, parameter, ownership=owned, owner=full.rpartition(".")[0])
-            )
+            found.append(Source(full, parameter, ownership=owned, owner=full.rpartition(".")[0]))
     return found
 
 
@@ -99,8 +84,7 @@ def _ownership(engine: Any, parameter: nn.Parameter) -> Ownership | None:
     elif getattr(parameter, "allreduce", True):
         return None
     else:  # an expert of stage 0: copies over its own data-parallel group
-        from deepspeed.utils import groups
-
+        groups = extras.require("deepspeed.utils.groups", _OLDEST, **_NAMED)
         group = groups._get_expert_data_parallel_group(_ds(parameter).group_name)
         return Ownership(_ranks(group), _ranks(group))
     return Ownership((dist.get_rank(),), ranks)
@@ -163,7 +147,7 @@ def _place_in_group(optimizer: Any, group: int, parameter: Any) -> int:
     return int(places[group][id(parameter)])
 
 
-def clip_in_step(engine: Any, clipper: _Clipper) -> None:
+def clip_in_step(engine: Any, clipper: Any) -> None:
     """Make ``engine.step()`` clip before it steps, at the accumulation boundary.
 
     A ``clip_()`` by hand after the same backward is not repeated. DeepSpeed's own clipping is
@@ -182,7 +166,7 @@ def clip_in_step(engine: Any, clipper: _Clipper) -> None:
             clipper.clip_()
         seen = clipper.steps
         engine._config.gradient_clipping = optimizer.clip_grad = 0.0  # a checkpoint restores it
-        result: _Result = clipper.result
+        result = clipper.result
         done = None
         if not result.skipped:
             done = step(*args, **kwargs)

@@ -64,12 +64,13 @@ class Groups:
             ImportError: Megatron-core is missing or too old.
         """
         if collection is None:
-            extras.require(
-                "megatron.core", _OLDEST, extra="megatron", distribution="megatron-core"
+            known = extras.require(
+                "megatron.core.process_groups_config",
+                _OLDEST,
+                extra="megatron",
+                distribution="megatron-core",
             )
-            from megatron.core.process_groups_config import ProcessGroupCollection
-
-            collection = ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
+            collection = known.ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
         return Groups(*(_ranks(getattr(collection, name, None)) for name in _GROUPS))
 
 
@@ -141,7 +142,7 @@ def layout(collection: Any = None) -> Callable[[Tensor], Placed]:
 
 
 def read(parameter: Any) -> Tensor | None:
-    """Return a main parameter's gradient: ``decoupled_grad``, else ``.grad``, else ``main_grad``."""
+    """Return a main parameter's ``decoupled_grad``, else its ``.grad``, else its ``main_grad``."""
     for name in ("decoupled_grad", "grad", "main_grad"):
         found = getattr(parameter, name, None)
         if found is not None:
@@ -204,9 +205,14 @@ def _refuse_unknown(optimizer: Any, cut: bool, groups: Groups) -> None:
         ValueError: Always with what is wrong and what to do.
     """
     group = getattr(optimizer, "data_parallel_group", None)
-    instances = cut and group is not None and dist.get_world_size(group) not in (
-        len(groups.dp),
-        len(groups.expert_dp),
+    instances = (
+        cut
+        and group is not None
+        and dist.get_world_size(group)
+        not in (
+            len(groups.dp),
+            len(groups.expert_dp),
+        )
     )
     megatron_fsdp = any(getattr(p, "__fsdp_param__", False) for p in optimizer.get_parameters())
     refused = {
@@ -227,9 +233,7 @@ def _pairs(optimizer: Any, cut: bool) -> Iterator[tuple[Any, Any]]:
     if cut:
         yield from _zipped(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
         halves, mains = optimizer.shard_float16_groups, optimizer.shard_fp32_from_float16_groups
-        for models, shards, main in zip(
-            optimizer.model_float16_groups, halves, mains, strict=True
-        ):
+        for models, shards, main in zip(optimizer.model_float16_groups, halves, mains, strict=True):
             for model, shard, own in zip(models, shards, main, strict=True):
                 yield model, shard if own is None else own
     elif hasattr(optimizer, "float16_groups"):
@@ -246,7 +250,7 @@ def _zipped(left: Any, right: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def clip_in_step(optimizer: Any, clipper: Any) -> None:
-    """Make ``optimizer.step()`` clip where Megatron would: gradients are unscaled and in fp32 there.
+    """Make ``optimizer.step()`` clip where Megatron would: on unscaled gradients in fp32.
 
     Megatron's own clipping is switched off. ``step()`` returns this norm, as a 0-dim tensor: no
     host sync. A step that ``nonfinite="skip"`` skips returns False first, and changes nothing.

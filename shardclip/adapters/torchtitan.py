@@ -1,4 +1,4 @@
-"""torchtitan: its meshes are unflattened from one axis, so that a parameter does not show its stage.
+"""torchtitan: meshes unflattened from one axis, so that a parameter does not show its stage.
 
 Its pipeline axis is always the outermost one: stage s holds the s-th run of consecutive ranks.
 """

@@ -1,6 +1,6 @@
 """DistributedDataParallel and ZeroRedundancyOptimizer: every rank has every gradient.
 
-The optimizer is cut into shards, the gradients are not: they are copies, once DDP has averaged them.
+Only the optimizer is cut into shards. The gradients are copies, once DDP has averaged them.
 """
 
 from typing import Any

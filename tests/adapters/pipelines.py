@@ -1,4 +1,4 @@
-"""Pipelines of real schedules for the tests: stages under FSDP2 and TP, and their unsharded twin."""
+"""Pipelines of real schedules: stages under FSDP2 and TP, and their unsharded twin."""
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def batch(data_rank: int) -> tuple[Tensor, Tensor]:
 
 def truth(model: nn.ModuleDict, data_ranks: int) -> dict[str, Tensor]:
     """float64 gradients of one process that runs all stages on every batch."""
-    twin = nn.ModuleDict({name: stage for name, stage in model.items()}).double()
+    twin = model.double()
     for rank in range(data_ranks):
         output, target = batch(rank)
         output = output.double()
@@ -55,7 +55,7 @@ def truth(model: nn.ModuleDict, data_ranks: int) -> dict[str, Tensor]:
         (loss(output, target.double()) / data_ranks).backward()
     found = {name: one.grad.clone() for name, one in twin.named_parameters()}
     twin.zero_grad()
-    twin.float()
+    model.float()
     return found
 
 
@@ -82,7 +82,9 @@ def run(mesh, model: nn.ModuleDict, schedule: str) -> nn.ModuleDict:
         stages if schedule == "interleaved" else stages[0], MICRO_BATCHES, loss_fn=loss
     )
     inputs, target = batch(mesh.get_local_rank("dp") if "dp" in mesh.mesh_dim_names else 0)
-    made.step(*((inputs,) if 0 in mine else ()), **({"target": target} if count - 1 in mine else {}))
+    made.step(
+        *((inputs,) if 0 in mine else ()), **({"target": target} if count - 1 in mine else {})
+    )
     return nn.ModuleDict({str(i): stage for i, stage in mine.items()})
 
 

@@ -116,7 +116,9 @@ def build(clip: str, favoured: int | None = None):
     dense = fully_shard(Dense(), mesh=mesh_of(4, names=("dp",)))
     first = 2 * mesh.get_local_rank("ep")
     experts = {number: Expert(number) for number in (first, first + 1)}
-    dense(batch(dist.get_rank()), dispatched(experts, mesh["ep"]), favoured).square().mean().backward()
+    dense(
+        batch(dist.get_rank()), dispatched(experts, mesh["ep"]), favoured
+    ).square().mean().backward()
     for expert in experts.values():
         for one in expert.parameters():
             if one.grad is not None:  # of tokens of two ranks each; averaged over all four
@@ -207,7 +209,9 @@ def test_stacked_experts_as_dtensors_need_no_layout(clip, norm_type):
     torch.manual_seed(4)
     grads = torch.randn(EXPERTS, WIDTH, 5)
     stack = nn.Module()
-    stack.weight = nn.Parameter(distribute_tensor(torch.zeros(EXPERTS, WIDTH, 5), mesh["ep"], [Shard(0)]))
+    stack.weight = nn.Parameter(
+        distribute_tensor(torch.zeros(EXPERTS, WIDTH, 5), mesh["ep"], [Shard(0)])
+    )
     fully_shard(stack, mesh=mesh["edp"])
     assert stack.weight.device_mesh.ndim == 2
     own = grads.chunk(2)[mesh.get_local_rank("ep")].chunk(2)[mesh.get_local_rank("edp")]

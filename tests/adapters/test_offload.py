@@ -31,9 +31,7 @@ def test_fsdp2_with_cpu_offload(clip):
     assert_norm(CLIPS[clip](model, total / 4, 2.0), total, rtol=1e-5)
     for name, one in model.named_parameters():
         assert one.grad.to_local().device.type == "cpu"
-        torch.testing.assert_close(
-            one.grad.full_tensor(), expected[name] / 4, rtol=1e-4, atol=1e-6
-        )
+        torch.testing.assert_close(one.grad.full_tensor(), expected[name] / 4, rtol=1e-4, atol=1e-6)
 
 
 @BOTH

@@ -1,17 +1,23 @@
 """torch's ZeroRedundancyOptimizer beside DDP: gradients are copies, only the optimizer is cut."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from shardclip import GradClipper
-from tests.ranks import everywhere, on_ranks
+from shardclip import GradClipper, ReplicaMismatchError, plan
+from shardclip.adapters import zero_redundancy
+from tests.ranks import everywhere, on_ranks, raised_everywhere
 from tests.ranks.clippers import counted
 from tests.ranks.models import loss_of, mlp, unsharded_gradients
 from tests.ranks.tensors import exact_norm
 from tests.ranks.unsharded import CLIPS, assert_norm
+
+with warnings.catch_warnings():  # importing it, torch warns of its own use of torch.jit
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 BOTH = pytest.mark.parametrize("clip", CLIPS)
 
@@ -47,27 +53,33 @@ def test_clips_like_the_unsharded_model(clip, bucket_view):
         torch.testing.assert_close(moved, expected[name] / 4, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("of", ["ddp", "optimizer"])
 @on_ranks(4)
-def test_reading_is_split_among_the_ranks():
-    """Each rank reads a part of what is a copy; the ends of the loop stay as they are."""
+def test_reading_is_split_among_the_ranks(of):
     model = DistributedDataParallel(mlp())
     optimizer = optimizer_of(model, bucket_view=False)
-    clipper = GradClipper(model, 1e9)
+    layout = zero_redundancy.layout({"ddp": model, "optimizer": optimizer}[of])
+    clipper = GradClipper(model, 1e9, layout=layout)
     loss_of(model, dist.get_rank()).backward()
-    counted(clipper)
-    result = clipper.step(optimizer)
-    assert_norm(result.total_norm, exact_norm(unsharded_gradients(4).values()), rtol=1e-5)
+    norm = counted(clipper).total_norm
+    assert_norm(norm, exact_norm(unsharded_gradients(4).values()), rtol=1e-5)
+    collector = clipper._collector
+    local = plan.locals_of(collector._plan, [one.grad for one in model.parameters()])
+    read = sum(part.numel() for part in plan.readings(collector._plan, local)[0])
     total = sum(one.numel() for one in model.parameters())
-    read = sum(seat_elements(clipper))
     assert sum(everywhere(read)) == total
-    assert read < 0.6 * total
+    assert read < 0.5 * total
 
 
-def seat_elements(clipper) -> list[int]:
-    """How many elements this rank reads of each gradient."""
-    from shardclip.plan import locals_of, readings
+@on_ranks(2)
+def test_unsynchronised_copies_are_found_with_the_layout_too():
+    model = DistributedDataParallel(mlp())
+    clipper = GradClipper(model, 1.0, layout=zero_redundancy.layout(model))
+    with model.no_sync():
+        loss_of(model, dist.get_rank()).backward()
+    raised_everywhere(clipper.clip_, ReplicaMismatchError, "all_reduce")
 
-    plan = clipper._plan
-    grads = clipper._gradients()
-    parts, _ = readings(plan, locals_of(plan, grads))
-    return [part.numel() for part in parts]
+
+def test_a_plain_module_is_rejected():
+    with pytest.raises(TypeError, match=r"DistributedDataParallel module .* got Sequential"):
+        zero_redundancy.layout(mlp())

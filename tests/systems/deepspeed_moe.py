@@ -54,4 +54,6 @@ class MoENet(nn.Module):
     def twins_name(self, name: str) -> str:
         """What the twin calls this rank's parameter."""
         name = name.replace("moe.deepspeed_moe.gate.wg", "gate")
-        return name.replace("moe.deepspeed_moe.experts.deepspeed_experts.0", f"experts.{self.number}")
+        return name.replace(
+            "moe.deepspeed_moe.experts.deepspeed_experts.0", f"experts.{self.number}"
+        )

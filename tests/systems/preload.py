@@ -7,7 +7,7 @@ from unittest import mock
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 # Without an accelerator torchtitan would fall back to CUDA, which it decides when it is imported.
-_on_cpu = mock.patch("torch._utils._get_available_device_type", lambda: "cpu")
+_on_cpu = mock.patch("torch._utils._get_available_device_type", return_value="cpu")
 
 with warnings.catch_warnings(), _on_cpu:
     warnings.simplefilter("ignore")

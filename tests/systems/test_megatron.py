@@ -93,7 +93,10 @@ def sharded(settings, expert: bool = False) -> nn.Module:
             return out + self.expert(out)[0] if expert else out
 
     net, twin = Net(), Twin()
-    rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+    rank, size = (
+        state.get_tensor_model_parallel_rank(),
+        state.get_tensor_model_parallel_world_size(),
+    )
     for name, full in twin.named_parameters():
         net.get_parameter(name).data.copy_(cut(name, full, rank, size))
     return net.to(settings.params_dtype)
@@ -253,7 +256,9 @@ def full_gradients(net, optimizer, distributed) -> dict[str, torch.Tensor]:
             found[names[id(parameter)]].view(-1)[span.start : span.end] = part
     for name, one in found.items():
         expert = name.startswith("expert")
-        group = state.get_expert_data_parallel_group() if expert else state.get_data_parallel_group()
+        group = (
+            state.get_expert_data_parallel_group() if expert else state.get_data_parallel_group()
+        )
         dist.all_reduce(one, group=group)
     return found
 

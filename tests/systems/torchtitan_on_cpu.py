@@ -15,7 +15,7 @@ def _attention(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, enable_gqa=False, **
 
 def torchtitan():
     """Its Llama, with plain attention; ``preload`` has imported it for CPU."""
-    import torchtitan.models.llama3 as llama3
+    from torchtitan.models import llama3
     from torchtitan.models.common.attention import FlexAttention
 
     FlexAttention.forward = _attention
