@@ -131,6 +131,7 @@ class GradClipper(FromFrameworks):
             0 if norm.is_maximum(self.norm_type) else self._agreed.slots,
             len(self.also),
             0 if norm.is_maximum(self.norm_type) else self._world.size,
+            checks=True,
         )
         self._collector = Collector(
             sources, planner, self._agreed, lanes, self.norm_type, self.also, grad, overlap
@@ -153,8 +154,9 @@ class GradClipper(FromFrameworks):
             also: Numbers (0-dim tensors or floats) by the names declared as ``also=``, to be summed
                 over the ranks; what is left out counts 0.
             grad_scaler: A ``torch.amp.GradScaler`` that has scaled the loss. The norm is that of
-                the unscaled gradients, and unscaling and clipping are one multiplication. Where it
-                is not finite the gradients stay as they are. The scaler is left as its
+                the unscaled gradients, and unscaling and clipping are one multiplication (fp16
+                gradients too). Where it is not finite the gradients stay as they are, and all
+                optimizers skip the step, whatever ``nonfinite`` says. The scaler is left as its
                 ``unscale_`` leaves it: call ``grad_scaler.step(optimizer)`` and ``update()``.
             optimizers: With ``grad_scaler``, all that hold the gradients.
 
@@ -240,7 +242,7 @@ class GradClipper(FromFrameworks):
         """
         stepped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         groups = self._collector.group_of()
-        into = {id(one): optimizers.factor_group(one, groups) for one in stepped}
+        into = optimizers.factor_groups(stepped, groups)
         begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
         judged = self._judge(begun)
         folded = [one for one in stepped if into[id(one)] is not None]
@@ -275,12 +277,14 @@ class GradClipper(FromFrameworks):
         if self._under_way:
             raise RuntimeError("a step is under way: call finish() of what start() returned")
         limits = self._limits()
-        scaler = loss_scaling.resolve(grad_scaler, stepped)
+        scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
             settled.settle(self._world)
         found = self._collector.collect(also, scaler, stepped)
-        strict, skip = self.nonfinite == "raise", self.nonfinite == "skip"
+        # A loss scale that is too large is a scaler's usual way to find the right one.
+        strict = self.nonfinite == "raise" and scaler is None
+        skip = self.nonfinite == "skip"
         started = start(
             found.plan,
             found.grads,
@@ -289,6 +293,11 @@ class GradClipper(FromFrameworks):
             strict=strict,
             reads=found.fresh or strict or (skip and reads),
             added=found.added,
+            settings={
+                "max_norm": limits,
+                "nonfinite": self.nonfinite,
+                "grad_scaler": scaler is not None,
+            },
         )
         self._under_way = True
         return Begun(started, found, limits, scaler, stepped)

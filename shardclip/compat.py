@@ -100,6 +100,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+class HostCopy:
+    """A small tensor on its way to the host; on an accelerator nobody waits for it yet."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor.to("cpu", non_blocking=True)
+        self._event: torch.Event | None = None
+        if tensor.device.type != "cpu":
+            self._event = torch.Event(tensor.device)
+            self._event.record()
+
+    def read(self) -> Tensor:
+        """Wait until it has arrived; never poll, so that all ranks do the same."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 def signature(tensor: Any) -> object:
     """Return what a plan depends on; None for None.
 
