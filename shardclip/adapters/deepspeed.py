@@ -21,7 +21,7 @@ from shardclip.ownership import Ownership
 
 Read = Callable[[Tensor], Tensor | None]
 
-_OLDEST = "0.16"
+_OLDEST = "0.19"
 _NAMED = {"extra": "deepspeed", "distribution": "deepspeed"}
 
 
@@ -39,14 +39,19 @@ def check(engine: object) -> None:
             f"engine must be what deepspeed.initialize returns, got {type(engine).__name__}"
         )
     known: Any = engine
-    stage3 = known.zero_optimization_stage() == 3
-    scaler = getattr(known.optimizer, "torch_autocast_gradscaler", None)
+    optimizer = known.optimizer
+    scaled = (
+        known.fp16_enabled()
+        or getattr(optimizer, "torch_autocast_gradscaler", None)
+        or getattr(known, "torch_autocast_z0_gradscaler", None)
+    )
     refused = {
-        "fp16's loss scaling": known.fp16_enabled() or scaler is not None,
+        "fp16's loss scaling": scaled,
         "pipeline parallelism": known.pipeline_parallelism,
-        "tensor parallelism": known.mp_world_size > 1,
-        "MiCS": stage3 and type(known.optimizer).__name__.startswith("MiCS"),
-        "ZenFlow": bool(getattr(known, "zenflow", False)),
+        "tensor parallelism": known.mp_world_size > 1 or known.autotp_size() > 1,
+        "MiCS": type(optimizer).__name__.startswith("MiCS"),
+        "NVMe offload of the optimizer": getattr(optimizer, "swap_optimizer", False),
+        "ZenFlow": getattr(known, "zenflow", False),
     }
     for mode, found in refused.items():
         if found:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from shardclip import compat, extras
 from shardclip.gradients import Source, clean
 
-_OLDEST = "0.12"
+_OLDEST = "0.16"
 _GROUPS = ("tp", "dp_cp", "ep", "expt_tp", "expt_dp", "embd")  # as Megatron calls them
 
 TIED = "shared_embedding.weight"

@@ -285,6 +285,22 @@ def test_other_norms(mode, norm_type):
 
 
 @on_ranks(2)
+def test_deepspeeds_own_norm_may_be_switched_off():
+    """Then one all-reduce is all that the norm costs."""
+    net = model()
+    expected = truth(net)
+    total = exact_norm(expected.values())
+    engine = engine_of("2", net, zero_optimization={"stage": 2, "compute_grad_norm": False})
+    GradClipper.from_deepspeed(engine, max_norm=total / 4)
+    backward(engine)
+    before = weights(engine)
+    engine.step()
+    assert float(engine.get_global_grad_norm()) == pytest.approx(total, rel=1e-5)
+    moved = [before[name] - now for name, now in weights(engine).items()]
+    assert exact_norm(moved) == pytest.approx(total / 4, rel=1e-4)
+
+
+@on_ranks(2)
 def test_a_second_clipper_replaces_the_first():
     engine = engine_of("2", model())
     first = GradClipper.from_deepspeed(engine, max_norm=1e-3)
