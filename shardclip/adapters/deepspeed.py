@@ -106,10 +106,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 def reader(engine: Any) -> Read:
     """Return the function from a parameter to this rank's slice of its gradient, never a copy."""
-    if engine.zero_optimization_stage() == 3:
-        optimizer = engine.optimizer
-        return lambda parameter: _of_stage3(optimizer, parameter)
-    return _of_fragment
+    return _Stage3(engine.optimizer) if engine.zero_optimization_stage() == 3 else _of_fragment
 
 
 def _of_fragment(parameter: Any) -> Tensor | None:
@@ -129,27 +126,28 @@ def _of_fragment(parameter: Any) -> Tensor | None:
     return fragment  # type: ignore[no-any-return]
 
 
-def _of_stage3(optimizer: Any, parameter: Any) -> Tensor | None:
-    group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    if optimizer.offload_optimizer:
-        flat = optimizer.fp32_partitioned_groups_flat[group].grad
-        if flat is None:
-            return None
-        piece = flat.narrow(0, offset, length)
-    else:
-        pieces = optimizer.averaged_gradients.get(group)
-        if pieces is None:
-            return None
-        piece = pieces[_place_in_group(optimizer, group, parameter)].view(-1)
-    start = length * dist.get_rank(parameter.ds_process_group)
-    return piece.narrow(0, 0, min(length, max(0, parameter.ds_numel - start)))  # type: ignore[no-any-return]
+class _Stage3:
+    """Finds gradients of stage 3, with offload or without."""
 
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        groups = enumerate(optimizer.fp16_groups)
+        self.places = {id(p): (g, i) for g, group in groups for i, p in enumerate(group)}
 
-def _place_in_group(optimizer: Any, group: int, parameter: Any) -> int:
-    places = optimizer.__dict__.setdefault("_shardclip_places", {})
-    if group not in places:
-        places[group] = {id(p): index for index, p in enumerate(optimizer.fp16_groups[group])}
-    return int(places[group][id(parameter)])
+    def __call__(self, parameter: Any) -> Tensor | None:
+        group, index = self.places[id(parameter)]
+        _, offset, length = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+        if self.optimizer.offload_optimizer:
+            flat = self.optimizer.fp32_partitioned_groups_flat[group].grad
+            piece = None if flat is None else flat.narrow(0, offset, length)
+        else:
+            pieces = self.optimizer.averaged_gradients.get(group)
+            piece = None if pieces is None else pieces[index].view(-1)
+        if piece is None:
+            return None
+        start = length * dist.get_rank(parameter.ds_process_group)
+        own = min(length, max(0, parameter.ds_numel - start))  # the rest is padding
+        return piece.narrow(0, 0, own)  # type: ignore[no-any-return]
 
 
 def clip_in_step(engine: Any, clipper: Any) -> None:
@@ -164,13 +162,14 @@ def clip_in_step(engine: Any, clipper: Any) -> None:
     inner = getattr(optimizer, "optimizer", None)  # None: the engine steps torch's own
     step = getattr(optimizer.step, "shardclip_replaced", optimizer.step)
     seen = clipper.steps
+    _switch_off(engine)
 
     def clip_and_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         if clipper.steps == seen:
             clipper.clip_()
         seen = clipper.steps
-        engine._config.gradient_clipping = optimizer.clip_grad = 0.0  # a checkpoint restores it
+        _switch_off(engine)  # loading a checkpoint switches it on again
         result = clipper.result
         done = None
         if not result.skipped:
@@ -184,6 +183,11 @@ def clip_in_step(engine: Any, clipper: Any) -> None:
 
     clip_and_step.shardclip_replaced = step  # type: ignore[attr-defined]
     optimizer.step = clip_and_step
+
+
+def _switch_off(engine: Any) -> None:
+    """Switch DeepSpeed's own clipping off: ZeRO's, and stage 0's, which comes before the step."""
+    engine._config.gradient_clipping = engine.optimizer.clip_grad = 0.0
 
 
 @contextmanager

@@ -260,6 +260,7 @@ def clip_in_step(optimizer: Any, clipper: Any) -> None:
         # Alone, an optimizer only asks for the norm where it is to clip.
         one.config.clip_grad = 0.0 if chained else float("inf")
     step = optimizer.step_with_ready_grads
+    step = getattr(step, "shardclip_replaced", step)
 
     def clip(limit: float | None = None) -> Tensor:
         return clipper.clip_().total_norm  # type: ignore[no-any-return]
@@ -267,5 +268,6 @@ def clip_in_step(optimizer: Any, clipper: Any) -> None:
     def unless_skipped() -> bool:
         return False if clipper.result.skipped else bool(step())
 
+    unless_skipped.shardclip_replaced = step  # type: ignore[attr-defined]
     optimizer.get_grad_norm = optimizer.clip_grad_norm = clip
     optimizer.step_with_ready_grads = unless_skipped

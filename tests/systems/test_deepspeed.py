@@ -169,7 +169,7 @@ def test_ranks_that_hold_none_of_a_group(mode):
     check(mode, by_hand=True)
 
 
-@pytest.mark.parametrize("mode", ["1", "2", "3", "2 offload"])
+@pytest.mark.parametrize("mode", ["0", "1", "2", "3", "2 offload"])
 @on_ranks(2)
 def test_takes_over_from_deepspeeds_own_clipping(mode):
     net = model()

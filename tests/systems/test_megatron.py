@@ -310,6 +310,26 @@ def test_the_functions_with_a_layout_from_attributes():
             torch.testing.assert_close(one.grad, wanted.float(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_an_optimizer_that_is_not_chained(dtype):
+    with megatron(tensor_model_parallel_size=2):
+        settings = config(dtype, tensor_model_parallel_size=2)
+        model, chained = optimizer_of(sharded(settings), settings, distributed=False)
+        optimizer = chained.chained_optimizers[0]
+        first = GradClipper.from_megatron(optimizer, [model], 1.0)
+        clipper = GradClipper.from_megatron(optimizer, [model], 1e-2)  # replaces the first
+        backward(model, optimizer)
+        ok, norm, _ = optimizer.step()
+        assert ok
+        assert (first.steps, clipper.steps) == (0, 1)
+        assert norm == clipper.result.total_norm
+        seen = [gradient for gradient, _ in stepped_gradients(chained, model).values()]
+        told = everywhere(clipper.result.clipped_norm)
+        assert told == [pytest.approx(1e-2, rel=1e-3)] * 2
+        assert exact_norm(seen) < 1.1e-2
+
+
 @on_ranks(2)
 def test_a_skipped_step_changes_nothing():
     with megatron(tensor_model_parallel_size=2):
