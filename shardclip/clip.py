@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import adapters, compat, gradients, norm, reduce, trees
+from . import adapters, compat, exactness, gradients, norm, reduce, trees
 from .gradients import Layout, Source
 from .measure import Measured
 from .notices import warn_once
@@ -102,6 +102,7 @@ def get_total_norm(
     *,
     group: Group = None,
     layout: Layout = None,
+    exact: bool = False,
 ) -> Tensor:
     """Compute the true global norm of tensors: gradients, parameters, updates.
 
@@ -114,9 +115,11 @@ def get_total_norm(
         foreach: Accepted for torch's sake; the result does not depend on it.
         group: As in ``clip_grad_norm_``.
         layout: As in ``clip_grad_norm_``; a callable is given the tensor.
+        exact: Sum exactly and round once: the same bits on any number of ranks, for any split,
+            order and device. For p = 1 and 2.
 
     Returns:
-        A plain 0-dim tensor, as in ``clip_grad_norm_``.
+        A plain 0-dim tensor, as in ``clip_grad_norm_``; float64 with ``exact``.
 
     Raises:
         ValueError, TypeError, NonFiniteGradientError, ReplicaMismatchError: As in
@@ -130,10 +133,14 @@ def get_total_norm(
     """
     p = norm.check_norm_type(norm_type)
     world = reduce.resolve(group)
+    if exact:
+        exactness.check(p, world)
     listed = [tensors] if isinstance(tensors, Tensor) else tensors
     sources = gradients.unique(gradients.of_iterable(listed, "tensors[{}]"))
     values = [source.parameter for source in sources]
-    found, _ = measure_once(sources, values, p, world, layout, strict=error_if_nonfinite)
+    found, _ = measure_once(
+        sources, values, p, world, layout, strict=error_if_nonfinite, exact=exact
+    )
     gradients.notice_if_used_up(tensors, sources)
     return rounded(found)
 
@@ -235,7 +242,9 @@ def clip_by_global_norm(
     return trees.rebuilt(t_list, clipped), returned
 
 
-def global_norm(t_list: Any, *, group: Group = None, layout: Layout = None) -> Tensor:
+def global_norm(
+    t_list: Any, *, group: Group = None, layout: Layout = None, exact: bool = False
+) -> Tensor:
     """Compute the L2 norm of all tensors of a list or tree; ``None`` entries are passed over.
 
     As in TensorFlow, a tensor that is listed twice counts twice. Copies on other ranks stand at the
@@ -245,9 +254,10 @@ def global_norm(t_list: Any, *, group: Group = None, layout: Layout = None) -> T
         t_list: As in ``clip_by_global_norm``.
         group: As in ``clip_grad_norm_``.
         layout: As in ``get_total_norm``.
+        exact: As in ``get_total_norm``.
 
     Returns:
-        A plain 0-dim tensor, as in ``clip_grad_norm_``.
+        A plain 0-dim tensor, as in ``get_total_norm``.
 
     Raises:
         TypeError, ValueError, ReplicaMismatchError: As in ``clip_by_global_norm``.
@@ -258,15 +268,20 @@ def global_norm(t_list: Any, *, group: Group = None, layout: Layout = None) -> T
     References:
         ``tf.linalg.global_norm``, ``optax.global_norm``.
     """
-    return rounded(_measured_list(_listed(t_list), reduce.resolve(group), layout))
+    world = reduce.resolve(group)
+    if exact:
+        exactness.check(2.0, world)
+    return rounded(_measured_list(_listed(t_list), world, layout, exact))
 
 
-def _measured_list(listed: Sequence[Source], world: World, layout: Layout) -> Measured:
+def _measured_list(
+    listed: Sequence[Source], world: World, layout: Layout, exact: bool = False
+) -> Measured:
     """Measure a list's tensors; their places in it tell which are copies of which."""
     places = [place for place, source in enumerate(listed) if source.parameter is not None]
     sources = [listed[place] for place in places]
     values = [source.parameter for source in sources]
-    return measure_once(sources, values, 2.0, world, layout, numbers=places)[0]
+    return measure_once(sources, values, 2.0, world, layout, numbers=places, exact=exact)[0]
 
 
 def _as_float64(known: Tensor | float) -> Tensor:
