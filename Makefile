@@ -10,7 +10,7 @@ WORKERS ?= 2
 
 SYSTEMS := .venv-systems
 COMPILE_DEEPSPEED := from deepspeed.comm.torch import build_shm_op; build_shm_op()
-# DeepSpeed finds ninja by PATH; what it compiles stays with the environment.
+# Else DeepSpeed's first launch compiles it, on all ranks. It finds ninja by PATH.
 IN_SYSTEMS := PATH="$(CURDIR)/$(SYSTEMS)/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(SYSTEMS)/extensions" python
 
@@ -49,7 +49,7 @@ $(SYSTEMS)/.ready: pyproject.toml requirements/systems.txt requirements/torch-cp
 	$(SYSTEMS)/bin/python -m pip install --quiet -r requirements/torch-cpu.txt
 	$(SYSTEMS)/bin/python -m pip install --quiet -r requirements/systems.txt
 	$(SYSTEMS)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
-	$(IN_SYSTEMS) -c "$(COMPILE_DEEPSPEED)" > /dev/null  # else its first launch does, on all ranks
+	$(IN_SYSTEMS) -c "$(COMPILE_DEEPSPEED)" > /dev/null
 	@touch $@
 
 test-systems: $(SYSTEMS)/.ready  ## the tests with the real frameworks, in an environment of their own
