@@ -26,6 +26,7 @@ from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
 from .exact import DOUBLE, SINGLE
+from .frameworks import FromFrameworks
 from .gradients import Layout
 from .measure import Measured, start
 from .notices import warn_once
@@ -41,7 +42,7 @@ from .skips import Skips
 POLICIES = ("propagate", "raise", "skip")
 
 
-class GradClipper:
+class GradClipper(FromFrameworks):
     """Clip the gradients of a sharded model by their true global norm, every step.
 
     ``grad *= min(1, max_norm / (total_norm + 1e-6))``. Two ranks with shards [3] and [4] and
@@ -144,6 +145,7 @@ class GradClipper:
             )
         self.steps = 0
         self.record = Record()
+        self.result: ClipResult | None = None
         self._skips = Skips()
         self._under_way = False
         self._world = reduce.resolve(group)
@@ -412,7 +414,7 @@ class GradClipper:
     def _result(self, judged: Judged, limits: Sequence[float | None]) -> ClipResult:
         self.steps += 1
         self._skips.count(judged.skipped)
-        result = ClipResult(
+        self.result = result = ClipResult(
             judged.measured,
             judged.coefs,
             keys=self._agreed.keys,

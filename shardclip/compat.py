@@ -225,3 +225,10 @@ def is_fsdp1_flattened(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False)) or hasattr(
         parameter, "_shard_param_infos"
     )
+
+
+def bare_mesh(ranks: Any) -> Any:
+    """Make a device mesh that only says where ranks are: no process group is created for it."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", ranks, _init_backend=False)
