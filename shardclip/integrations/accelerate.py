@@ -15,7 +15,9 @@ _ASKED = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"
 """What Accelerate itself sets where such a plugin is passed or configured."""
 
 
-def attach(accelerator: Any, *models: nn.Module, **options: Any) -> Clipping:
+def attach(
+    accelerator: Any, *models: nn.Module, max_norm: float | None = None, **options: Any
+) -> Clipping:
     """Make ``accelerator.clip_grad_norm_`` shardclip's, once, after ``accelerator.prepare``. ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardclip.gradients import clean
 from tests.ranks import count_collectives, everywhere, on_ranks, raised_everywhere
 from tests.systems import loops
 from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS, assert_one_all_reduce
@@ -70,12 +71,6 @@ def parameters_of(accelerator, model):
         with FSDP.summon_full_params(model):
             return [(clean(n), p.detach().clone()) for n, p in model.named_parameters()]
     return [(clean(name), p) for name, p in model.named_parameters()]
-
-
-def clean(name: str) -> str:
-    from shardclip.gradients import clean
-
-    return clean(name)
 
 
 @KINDS
