@@ -5,10 +5,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import require
+from shardclip import extras
+
 from .clipping import Clipping
 
-require("lightning", "2.4")
+extras.require("lightning", "2.4", extra="lightning")
 
 import lightning.pytorch as pl  # noqa: E402 - after the check, whose message is the clearer one
 from lightning.fabric import Fabric  # noqa: E402

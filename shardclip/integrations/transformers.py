@@ -4,10 +4,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from . import accelerate, require
+from shardclip import extras
+
+from . import accelerate
 from .clipping import Clipping
 
-require("transformers", "4.50")
+extras.require("transformers", "4.50", extra="transformers")
 
 
 class ShardclipMixin:
