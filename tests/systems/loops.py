@@ -1,15 +1,17 @@
 """What the loops train on two ranks, and the same training unsharded, in float64."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardclip import GradClipper
-from tests.ranks import Collective, count_collectives
+from tests.ranks import Collective, count_collectives, on_ranks, run_on_ranks
 from tests.ranks.models import mlp
 from tests.ranks.tensors import exact_norm
 from tests.ranks.unsharded import assert_one_all_reduce
@@ -19,6 +21,27 @@ RANKS, STEPS, ACCUMULATE = 2, 3, 2
 LEARNING_RATE = 0.1
 MAX_NORM = 0.5
 """Clips each of the steps; a test that counts clipped steps asserts it."""
+
+
+def on_two_ranks(body):
+    """The frameworks are slow, above all on their first use."""
+    return on_ranks(RANKS, limit_s=200)(body)
+
+
+def imported_on_ranks(*modules: str):
+    """A fixture: each rank takes its time to import these before any of them communicates."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def importing():
+        run_on_ranks(RANKS, import_all, modules, limit_s=200)
+
+    return importing
+
+
+def import_all(modules: tuple[str, ...]) -> None:
+    with recorded():
+        for module in modules:
+            importlib.import_module(module)
 
 
 def model() -> nn.Sequential:
@@ -64,7 +87,9 @@ def assert_trained(named, expected: dict[str, Tensor], rtol: float = 1e-9) -> No
     found = {name: full(p) for name, p in named}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=rtol, atol=rtol, msg=name)
+        torch.testing.assert_close(
+            found[name].double(), value.double(), rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def full(parameter: Tensor) -> Tensor:

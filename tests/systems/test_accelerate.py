@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from shardclip.gradients import clean
-from tests.ranks import count_collectives, everywhere, on_ranks, raised_everywhere
+from tests.ranks import count_collectives, everywhere, raised_everywhere
 from tests.systems import loops
-from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS, assert_one_all_reduce
+from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS, assert_one_all_reduce, on_two_ranks
 
+pytestmark = pytest.mark.timeout(240)
+importing = loops.imported_on_ranks("accelerate")
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 
 
@@ -23,7 +25,7 @@ def accelerator_of(kind: str, shim: bool = True, **options):
 
     with loops.torchrun_environment():
         plugin = None
-        if kind != "ddp":
+        if kind.startswith("fsdp"):
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=int(kind[-1]),
                 auto_wrap_policy="size_based_wrap",
@@ -32,9 +34,8 @@ def accelerator_of(kind: str, shim: bool = True, **options):
                 **({"use_orig_params": True} if kind == "fsdp1" else {}),
             )
             plugin.sync_module_states = False
-        made = Accelerator(
-            cpu=True, gradient_accumulation_steps=ACCUMULATE, fsdp_plugin=plugin, **options
-        )
+        options = {"cpu": True, "fsdp_plugin": plugin, **options}
+        made = Accelerator(gradient_accumulation_steps=ACCUMULATE, **options)
         if plugin is not None and shim:
             for kept in (state.PartialState, state.AcceleratorState):
                 kept._shared_state["distributed_type"] = DistributedType.FSDP
@@ -54,10 +55,11 @@ def prepared(accelerator):
 
 
 def train(accelerator, model, optimizer, clip, steps=STEPS) -> None:
+    dtype = next(model.parameters()).dtype
     for step in range(steps):
         for micro in range(ACCUMULATE):
             with accelerator.accumulate(model):
-                inputs = loops.batch(dist.get_rank(), step, micro)
+                inputs = loops.batch(dist.get_rank(), step, micro).to(dtype)
                 accelerator.backward(loops.loss_of(model, inputs))
                 clip()
                 optimizer.step()
@@ -74,7 +76,7 @@ def parameters_of(accelerator, model):
 
 
 @KINDS
-@on_ranks(2)
+@on_two_ranks
 def test_trains_as_the_unsharded_model(kind):
     from shardclip.integrations.accelerate import attach
 
@@ -104,7 +106,7 @@ def test_trains_as_the_unsharded_model(kind):
 
 
 @KINDS
-@on_ranks(2)
+@on_two_ranks
 def test_other_norms_and_a_part_of_the_parameters(kind):
     from shardclip.integrations.accelerate import attach
 
@@ -130,7 +132,7 @@ def test_other_norms_and_a_part_of_the_parameters(kind):
 
 
 @KINDS
-@on_ranks(2)
+@on_two_ranks
 def test_a_skipped_step_leaves_the_parameters_alone(kind):
     from shardclip.integrations.accelerate import attach
 
@@ -159,7 +161,7 @@ def test_a_skipped_step_leaves_the_parameters_alone(kind):
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-@on_ranks(2)
+@on_two_ranks
 def test_ddp_where_fsdp_was_asked_for_is_an_error(kind):
     from shardclip.integrations.accelerate import attach
 
@@ -173,10 +175,77 @@ def test_ddp_where_fsdp_was_asked_for_is_an_error(kind):
         )
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_without_a_model_it_is_an_error():
     from shardclip.integrations.accelerate import attach
 
     with accelerator_of("ddp") as accelerator:
         prepared(accelerator)
         raised_everywhere(lambda: attach(accelerator), ValueError, "prepare returned")
+
+
+def deepspeed_options(stage: int, cpu: bool = False) -> dict:
+    from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs
+
+    plugin = DeepSpeedPlugin(
+        zero_stage=stage, gradient_accumulation_steps=ACCUMULATE, gradient_clipping=MAX_NORM
+    )
+    plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    handlers = [InitProcessGroupKwargs(backend="gloo")]
+    return {"cpu": cpu, "deepspeed_plugin": plugin, "kwargs_handlers": handlers}
+
+
+def whole(engine, stage: int) -> list:
+    """The engine's float32 parameters."""
+    import deepspeed
+
+    held = list(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters([p for _, p in held], enabled=stage == 3):
+        return [(name, p.detach().clone()) for name, p in held]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_two_ranks
+def test_deepspeed_is_clipped_inside_its_step(stage):
+    from shardclip.integrations.accelerate import attach
+
+    expected, after = loops.unsharded()
+    with loops.torchrun_environment(), accelerator_of("zero", **deepspeed_options(stage)) as made:
+        assert made.distributed_type == "DEEPSPEED"
+        model = loops.model().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        model, optimizer = made.prepare(model, optimizer)
+        clipping = attach(made, model)  # max_norm is the plugin's
+        norms = []
+
+        def clip():
+            norm = made.clip_grad_norm_(model.parameters(), MAX_NORM)
+            if made.sync_gradients:
+                norms.append(norm)
+
+        with loops.every_clip_counted() as clips:
+            train(made, model, optimizer, clip)
+        loops.assert_one_all_reduce_each(clips)
+        loops.assert_norms(norms, expected, rtol=1e-5)
+        loops.assert_trained(whole(model, stage), after, rtol=1e-5)
+        assert clipping.clipped_share() == 1.0
+        raised_everywhere(
+            lambda: made.clip_grad_norm_(model.parameters(), 2.0),
+            ValueError,
+            "stepped already, with 0.5",
+        )
+
+
+@on_two_ranks
+def test_ddp_where_deepspeed_was_asked_for_is_an_error():
+    from shardclip.integrations.accelerate import attach
+
+    options = deepspeed_options(2, cpu=True)
+    with loops.torchrun_environment(), accelerator_of("zero", **options) as accelerator:
+        model, _ = prepared(accelerator)
+        raised_everywhere(
+            lambda: attach(accelerator, model), RuntimeError, "asked for DEEPSPEED, but runs MULTI"
+        )

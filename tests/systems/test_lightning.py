@@ -7,13 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
-from tests.ranks import count_collectives, on_ranks, raised_everywhere
+from tests.ranks import count_collectives, raised_everywhere
 from tests.ranks.unsharded import assert_one_all_reduce
 from tests.systems import loops
-from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS
+from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS, on_two_ranks
 
+PRECISION = {"ddp": 1e-9, "fsdp2": 1e-9, "fsdp1": 1e-6}
+"""Lightning's FSDP strategy makes the model float32."""
+pytestmark = pytest.mark.timeout(240)
+importing = loops.imported_on_ranks("lightning.pytorch", "lightning.fabric")
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 
 
@@ -21,6 +27,11 @@ def sharded(model: nn.Module, mesh) -> nn.Module:
     for block in (model[0], model[1][0]):
         fully_shard(block, mesh=mesh["data_parallel"])
     return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def wrapped(model: nn.Module) -> FSDP:
+    """Wrapped by hand, which Lightning leaves as it is: its own wrapping wants an accelerator."""
+    return FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def lightning_module(kind: str, **methods):
@@ -35,6 +46,8 @@ def lightning_module(kind: str, **methods):
         def configure_model(self):
             if kind == "fsdp2":
                 sharded(self.model, self.device_mesh)
+            elif kind == "fsdp1":
+                self.model = wrapped(self.model)
 
         def training_step(self, batch, index):
             return loops.loss_of(self.model, batch)
@@ -52,11 +65,9 @@ def lightning_module(kind: str, **methods):
 
 def parameters_of(model):
     """Names without the LightningModule's prefix, and whole values."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
     from shardclip.gradients import clean
 
-    if isinstance(model, FSDP):
+    if any(isinstance(module, FSDP) for module in model.modules()):
         with FSDP.summon_full_params(model):
             named = [(clean(n), p.detach().clone()) for n, p in model.named_parameters()]
     else:
@@ -98,9 +109,9 @@ def trainer_of(kind: str, **options):
         )
 
 
-def loader():
-    rank = dist.get_rank()
-    return [loops.batch(rank, step, micro) for step in range(STEPS) for micro in range(ACCUMULATE)]
+def loader() -> DataLoader:
+    rank, each = dist.get_rank(), [(s, m) for s in range(STEPS) for m in range(ACCUMULATE)]
+    return DataLoader([loops.batch(rank, step, micro) for step, micro in each], batch_size=None)
 
 
 def counted(trainer, callback):
@@ -119,7 +130,7 @@ def counted(trainer, callback):
 
 
 @KINDS
-@on_ranks(2)
+@on_two_ranks
 def test_the_trainer_trains_as_the_unsharded_model(kind):
     from shardclip.integrations.lightning import ShardclipCallback
 
@@ -133,12 +144,12 @@ def test_the_trainer_trains_as_the_unsharded_model(kind):
         for calls in clips:
             assert_one_all_reduce(calls)
         loops.assert_norms(norms, expected)
-        loops.assert_trained(module.after, after)
+        loops.assert_trained(module.after, after, PRECISION[kind])
         assert callback.clipping.clipped_share() == 1.0
         assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)  # given back
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_lightning_alone_refuses_fsdp():
     """So the callback is what makes it work."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -150,7 +161,7 @@ def test_lightning_alone_refuses_fsdp():
         )
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_a_module_with_its_own_hook_is_heard():
     """What the hook asks for is what is clipped to; a step that it leaves alone is left alone."""
     from shardclip.integrations.lightning import ShardclipCallback
@@ -168,7 +179,7 @@ def test_a_module_with_its_own_hook_is_heard():
         assert module.left[1] > MAX_NORM
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_two_optimizers_stepped_by_hand():
     """Each clip is of its optimizer's own parameters."""
     from shardclip.integrations.lightning import ShardclipCallback
@@ -188,7 +199,7 @@ def test_two_optimizers_stepped_by_hand():
                 self.clip_gradients(optimizer, 0.125, "norm")
             assert_one_all_reduce(calls)
             assert float(callback.clipping.result.total_norm) == pytest.approx(exact, rel=1e-6)
-            assert loops.exact_norm(held, 2.0) == pytest.approx(0.125, rel=1e-4)
+            assert loops.exact_norm(held, 2.0) == pytest.approx(min(exact, 0.125), rel=1e-4)
             self.clips.append(exact)
             optimizer.step()
 
@@ -201,9 +212,10 @@ def test_two_optimizers_stepped_by_hand():
         module.automatic_optimization = False
         trainer.fit(module, loader())
         assert len(module.clips) == 2 * STEPS * ACCUMULATE
+        assert all(any(norm > 0.125 for norm in module.clips[half::2]) for half in (0, 1))
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_a_skipped_step_leaves_the_parameters_alone():
     from shardclip.integrations.lightning import ShardclipCallback
 
@@ -219,7 +231,7 @@ def test_a_skipped_step_leaves_the_parameters_alone():
         loops.assert_trained(module.after, dict(loops.model().named_parameters()))
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_nothing_to_clip_to_is_an_error():
     from shardclip.integrations.lightning import ShardclipCallback
 
@@ -250,14 +262,18 @@ def fabric_of(kind: str):
         yield fabric
 
 
+def bare_of(kind: str) -> nn.Module:
+    return wrapped(loops.model()) if kind == "fsdp1" else loops.model()
+
+
 @KINDS
-@on_ranks(2)
+@on_two_ranks
 def test_fabric_trains_as_the_unsharded_model(kind):
     from shardclip.integrations.lightning import attach
 
     expected, after = loops.unsharded()
     with fabric_of(kind) as fabric:
-        model = fabric.setup_module(loops.model())
+        model = fabric.setup_module(bare_of(kind))
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         optimizer = fabric.setup_optimizers(optimizer)
         clipping = attach(fabric, model)
@@ -274,19 +290,19 @@ def test_fabric_trains_as_the_unsharded_model(kind):
             optimizer.step()
             optimizer.zero_grad()
         loops.assert_norms(norms, expected)
-        loops.assert_trained(parameters_of(model._forward_module), after)
+        loops.assert_trained(parameters_of(model._forward_module), after, PRECISION[kind])
         assert clipping.clipped_share() == 1.0
 
 
 @KINDS
-@on_ranks(2)
+@on_two_ranks
 def test_fabric_raises_where_the_norm_is_not_finite(kind):
     """As Fabric's own does unless it is told not to."""
     from shardclip import NonFiniteGradientError
     from shardclip.integrations.lightning import attach
 
     with fabric_of(kind) as fabric:
-        model = fabric.setup_module(loops.model())
+        model = fabric.setup_module(bare_of(kind))
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         optimizer = fabric.setup_optimizers(optimizer)
         attach(fabric, model)

@@ -6,13 +6,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.ranks import count_collectives, on_ranks, raised_everywhere
+from tests.ranks import count_collectives, raised_everywhere
 from tests.ranks.tensors import exact_norm
 from tests.ranks.unsharded import assert_one_all_reduce
 from tests.systems import loops
-from tests.systems.loops import ACCUMULATE, RANKS, STEPS
+from tests.systems.loops import ACCUMULATE, RANKS, STEPS, on_two_ranks
 
 BATCH, LEARNING_RATE, MAX_NORM = 2, 0.1, 0.1
+pytestmark = pytest.mark.timeout(240)
+importing = loops.imported_on_ranks("transformers.trainer", "transformers.models.llama")
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 FSDP = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 SETTINGS = {
@@ -147,7 +149,7 @@ def training_logs(trainer) -> list[dict]:
 
 
 @KINDS
-@on_ranks(2)
+@on_two_ranks
 def test_trains_as_the_unsharded_model(kind):
     expected, after = unsharded(MAX_NORM)
     assert all(norm > MAX_NORM for norm in expected)
@@ -178,7 +180,7 @@ def parameters_of(model):
     return [(clean(name), p) for name, p in model.named_parameters()]
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_the_share_of_clipped_steps_since_the_last_log():
     norms, _ = unsharded(math.inf)
     between = sorted(norms)[1] + 1e-4  # so that one step of three is clipped
@@ -189,7 +191,7 @@ def test_the_share_of_clipped_steps_since_the_last_log():
         assert entry["clipped_share"] == pytest.approx(1 / STEPS)
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_a_max_grad_norm_of_zero_measures_only():
     expected, after = unsharded(math.inf)
     with trainer_of("ddp", 0.0) as trainer:
@@ -204,13 +206,13 @@ def test_a_max_grad_norm_of_zero_measures_only():
         loops.assert_trained(parameters_of(trainer.model_wrapped), after, rtol=1e-5)
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_ddp_where_fsdp_was_asked_for_is_an_error():
     with trainer_of("fsdp2", MAX_NORM) as trainer:
         raised_everywhere(trainer.train, RuntimeError, "asked for FSDP, but runs MULTI_CPU")
 
 
-@on_ranks(2)
+@on_two_ranks
 def test_gradients_on_several_meshes():
     """The Trainer's own way around Accelerate ends in the one all-reduce, too."""
     with trainer_of("ddp", MAX_NORM) as trainer:
