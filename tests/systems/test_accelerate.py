@@ -218,7 +218,6 @@ def test_deepspeed_is_clipped_inside_its_step(stage):
         model = loops.model().float()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         model, optimizer = made.prepare(model, optimizer)
-        clipping = attach(made, model)  # max_norm is the plugin's
         norms = []
 
         def clip():
@@ -227,6 +226,7 @@ def test_deepspeed_is_clipped_inside_its_step(stage):
                 norms.append(norm)
 
         with loops.every_clip_counted() as clips:
+            clipping = attach(made, model)  # max_norm is the plugin's
             train(made, model, optimizer, clip)
         loops.assert_one_all_reduce_each(clips)
         loops.assert_norms(norms, expected, rtol=1e-5)
