@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardclip import GradClipper
@@ -16,17 +17,16 @@ def main() -> None:
         torch.cuda.set_device(dist.get_node_local_rank())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    mesh = dist.init_device_mesh(
-        "cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),)
-    )
-    fully_shard(model, mesh=mesh)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    sharded = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     clipper = GradClipper(model, max_norm=0.5, nonfinite="skip")
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(4):
         for micro in range(ACCUMULATE):
-            model.set_requires_gradient_sync(micro == ACCUMULATE - 1)
-            inputs = torch.randn(4, 8, generator=generator).to(mesh.device_type)
+            sharded.set_requires_gradient_sync(micro == ACCUMULATE - 1)
+            inputs = torch.randn(4, 8, generator=generator).to(device)
             (model(inputs).square().mean() / ACCUMULATE).backward()
         result = clipper.step(optimizer)
         optimizer.zero_grad()

@@ -24,7 +24,9 @@ Clip = Callable[..., Tensor | None]
 def attach(
     accelerator: Any, *models: nn.Module, max_norm: float | None = None, **options: Any
 ) -> Clipping:
-    """Make ``accelerator.clip_grad_norm_`` shardclip's, once, after ``accelerator.prepare``. ::
+    """Make ``accelerator.clip_grad_norm_`` shardclip's, once, after ``accelerator.prepare``.
+
+    ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         clipping = attach(accelerator, model)
@@ -56,7 +58,7 @@ def attach(
             ``accelerator.clip_grad_norm_`` under DeepSpeed: it asks for another ``max_norm``.
 
     Communication:
-        Here a few all-gathers for each model, as ``GradClipper``. Then one all-reduce in each step.
+        Here a few all-gathers for each model, as ``GradClipper``; then one all-reduce a step.
     """
     _check(accelerator, models)
     if accelerator.distributed_type == "DEEPSPEED":
@@ -93,7 +95,7 @@ def _in_engine(
     clip_ = clipper.clip_
 
     def noted_clip_() -> ClipResult:
-        result = clip_()
+        result: ClipResult = clip_()
         clipping.note(result)
         return result
 

@@ -20,8 +20,10 @@ _DEEPSPEED = (
 )
 
 
-class ShardclipCallback(pl.Callback):  # type: ignore[misc]
-    """Clip in the Lightning Trainer, under every strategy but DeepSpeed's, FSDP among them. ::
+class ShardclipCallback(pl.Callback):
+    """Clip in the Lightning Trainer, under every strategy but DeepSpeed's, FSDP among them.
+
+    ::
 
         Trainer(gradient_clip_val=1.0, callbacks=[ShardclipCallback()], ...)
 
@@ -77,7 +79,9 @@ class ShardclipCallback(pl.Callback):  # type: ignore[misc]
 
 
 def attach(fabric: Fabric, *modules: nn.Module, **options: Any) -> Clipping:
-    """Make ``fabric.clip_gradients(..., max_norm=...)`` shardclip's, once, after ``setup``. ::
+    """Make ``fabric.clip_gradients(..., max_norm=...)`` shardclip's, once, after ``setup``.
+
+    ::
 
         model, optimizer = fabric.setup(model, optimizer)
         clipping = attach(fabric, model)
@@ -98,7 +102,7 @@ def attach(fabric: Fabric, *modules: nn.Module, **options: Any) -> Clipping:
         ValueError: No module was given, or the strategy is DeepSpeed's.
 
     Communication:
-        Here a few all-gathers for each module, as ``GradClipper``. Then one all-reduce in each step.
+        Here a few all-gathers for each module, as ``GradClipper``; then one all-reduce a step.
     """
     strategy = fabric.strategy
     if type(strategy).__name__.startswith("DeepSpeed"):

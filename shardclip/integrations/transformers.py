@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: ``TrainingArguments.max_grad_norm`` by shardclip, and what it did in the logs."""
+"""Hugging Face Trainer: ``TrainingArguments.max_grad_norm`` by shardclip, and logs of it."""
 
 from typing import Any, ClassVar
 
@@ -13,7 +13,9 @@ extras.require("transformers", "4.50", extra="transformers")
 
 
 class ShardclipMixin:
-    """Mix it into any Trainer, before it. ::
+    """Mix it into any Trainer, before it.
+
+    ::
 
         class ClippedTrainer(ShardclipMixin, Trainer):
             clip_options = {"nonfinite": "skip"}  # or leave it out
@@ -54,8 +56,8 @@ class ShardclipMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add what clipping did to a training log."""
-        result = self.clipping and self.clipping.result
-        if result and "grad_norm" in logs:
+        if self.clipping and self.clipping.result and "grad_norm" in logs:
+            result = self.clipping.result
             logs["clipped_grad_norm"] = result.clipped_norm
             logs["clip_coef"] = float(result.clip_coef)
             logs["clipped_share"] = self.clipping.clipped_share()
@@ -63,4 +65,5 @@ class ShardclipMixin:
 
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         # The Trainer goes around Accelerate where gradients lie on several meshes.
-        return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        trainer: Any = self
+        return trainer.accelerator.clip_grad_norm_(model.parameters(), max_norm)

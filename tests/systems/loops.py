@@ -70,7 +70,7 @@ def unsharded(max_norm: float = MAX_NORM) -> tuple[list[float], dict[str, Tensor
         factor = min(1.0, max_norm / (norms[-1] + 1e-6))
         with torch.no_grad():
             for parameter in twin.parameters():
-                parameter -= LEARNING_RATE * factor * parameter.grad
+                parameter.sub_(parameter.grad, alpha=LEARNING_RATE * factor)
     return norms, {name: p.detach() for name, p in twin.named_parameters()}
 
 
@@ -88,7 +88,11 @@ def assert_trained(named, expected: dict[str, Tensor], rtol: float = 1e-9) -> No
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name].double(), value.double(), rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+            found[name].double(),
+            value.double(),
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 

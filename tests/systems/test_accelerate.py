@@ -6,11 +6,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardclip.gradients import clean
 from tests.ranks import count_collectives, everywhere, raised_everywhere
 from tests.systems import loops
-from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS, assert_one_all_reduce, on_two_ranks
+from tests.systems.loops import (
+    ACCUMULATE,
+    LEARNING_RATE,
+    MAX_NORM,
+    STEPS,
+    assert_one_all_reduce,
+    on_two_ranks,
+)
 
 pytestmark = pytest.mark.timeout(240)
 importing = loops.imported_on_ranks("accelerate")
@@ -20,8 +28,7 @@ KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 @contextmanager
 def accelerator_of(kind: str, shim: bool = True, **options):
     """An Accelerator of this kind on CPU, where it picks FSDP only with the shim below."""
-    import accelerate.state as state
-    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, state
 
     with loops.torchrun_environment():
         plugin = None
@@ -67,10 +74,8 @@ def train(accelerator, model, optimizer, clip, steps=STEPS) -> None:
 
 
 def parameters_of(accelerator, model):
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    if isinstance(model, FSDP):
-        with FSDP.summon_full_params(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
             return [(clean(n), p.detach().clone()) for n, p in model.named_parameters()]
     return [(clean(name), p) for name, p in model.named_parameters()]
 

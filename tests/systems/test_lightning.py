@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from tests.ranks import count_collectives, raised_everywhere
@@ -16,6 +15,7 @@ from tests.ranks.unsharded import assert_one_all_reduce
 from tests.systems import loops
 from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS, on_two_ranks
 
+FSDP = FullyShardedDataParallel
 PRECISION = {"ddp": 1e-9, "fsdp2": 1e-9, "fsdp1": 1e-6}
 """Lightning's FSDP strategy makes the model float32."""
 pytestmark = pytest.mark.timeout(240)

@@ -67,7 +67,7 @@ def unsharded(max_norm: float):
         factor = min(1.0, max_norm / (norms[-1] + 1e-6))
         with torch.no_grad():
             for parameter in twin.parameters():
-                parameter -= LEARNING_RATE * factor * parameter.grad
+                parameter.sub_(parameter.grad, alpha=LEARNING_RATE * factor)
     return norms, {name: p.detach() for name, p in twin.named_parameters()}
 
 
