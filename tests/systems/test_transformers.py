@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils.data import SequentialSampler
 
 from tests.ranks import count_collectives, raised_everywhere
 from tests.ranks.tensors import exact_norm
@@ -104,6 +105,9 @@ def trainer_of(kind: str, max_norm: float, **options):
     class Counting(ShardclipMixin, Trainer):
         clip_options = options
 
+        def _get_train_sampler(self, *_):
+            return SequentialSampler(self.train_dataset)
+
         def _clip_grad_norm(self, model):
             with count_collectives() as calls:
                 norm = super()._clip_grad_norm(model)
@@ -132,7 +136,6 @@ def trainer_of(kind: str, max_norm: float, **options):
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
-            train_sampling_strategy="sequential",
             **SETTINGS[kind],
         )
         trainer = Counting(llama(), arguments, train_dataset=dataset())
