@@ -13,7 +13,7 @@ from shardclip.result import ClipResult
 
 from .clipping import Clipping
 
-extras.require("accelerate", "1.6", extra="accelerate")
+extras.require("accelerate", "1.10", extra="accelerate")
 
 _ASKED = {"FSDP": "ACCELERATE_USE_FSDP", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED"}
 """What Accelerate itself sets where such a plugin is passed or configured."""

@@ -9,7 +9,7 @@ from shardclip import extras
 
 from .clipping import Clipping
 
-extras.require("lightning", "2.4", extra="lightning")
+extras.require("lightning", "2.5", extra="lightning")
 
 import lightning.pytorch as pl  # noqa: E402 - after the check, whose message is the clearer one
 from lightning.fabric import Fabric  # noqa: E402

@@ -9,7 +9,7 @@ from shardclip import extras
 from . import accelerate
 from .clipping import Clipping
 
-extras.require("transformers", "4.50", extra="transformers")
+extras.require("transformers", "5.0", extra="transformers")
 
 
 class ShardclipMixin:
@@ -56,7 +56,7 @@ class ShardclipMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add what clipping did to a training log."""
-        if self.clipping and self.clipping.result and "grad_norm" in logs:
+        if self.clipping and self.clipping.result and "loss" in logs:
             result = self.clipping.result
             logs["clipped_grad_norm"] = result.clipped_norm
             logs["clip_coef"] = float(result.clip_coef)
