@@ -32,6 +32,17 @@ SETTINGS = {
         },
     },
 }
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+SETTINGS |= {
+    f"zero{stage}": {"deepspeed": {**DEEPSPEED, "zero_optimization": {"stage": stage}}}
+    for stage in (0, 1, 2, 3)
+}
 
 
 def llama():
@@ -95,6 +106,23 @@ def fsdp_on_cpu():
 
 
 @contextmanager
+def deepspeed_on_cpu():
+    """Tell Accelerate the backend, without which it takes each rank for a world of its own."""
+    from accelerate import state
+
+    original = state.PartialState.__init__
+
+    def patched(self, *args, **kwargs):
+        original(self, *args, **{"backend": "gloo", **kwargs})
+
+    state.PartialState.__init__ = patched
+    try:
+        yield
+    finally:
+        state.PartialState.__init__ = original
+
+
+@contextmanager
 def trainer_of(kind: str, max_norm: float, **options):
     """A Trainer that counts what its clipping sends, and keeps the training logs."""
     from accelerate import state
@@ -130,7 +158,7 @@ def trainer_of(kind: str, max_norm: float, **options):
             optim="sgd",
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
-            use_cpu=True,
+            use_cpu="deepspeed" not in SETTINGS[kind],
             ddp_backend="gloo",
             report_to=[],
             save_strategy="no",
@@ -181,6 +209,27 @@ def parameters_of(model):
         with FullyShardedDataParallel.summon_full_params(model):
             return [(clean(n), p.detach().clone()) for n, p in model.named_parameters()]
     return [(clean(name), p) for name, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_two_ranks
+def test_deepspeed_is_clipped_inside_its_step(stage):
+    import deepspeed
+
+    expected, after = unsharded(MAX_NORM)
+    with deepspeed_on_cpu(), trainer_of(f"zero{stage}", MAX_NORM) as trainer:
+        with loops.every_clip_counted() as clips:
+            trainer.train()
+        assert trainer.accelerator.distributed_type == "DEEPSPEED"
+        assert trainer.accelerator.num_processes == RANKS
+        loops.assert_one_all_reduce_each(clips)
+        for entry, norm in zip(training_logs(trainer), expected, strict=True):
+            assert entry["grad_norm"] == pytest.approx(norm, rel=1e-5)
+            assert entry["clipped_grad_norm"] == pytest.approx(MAX_NORM, rel=1e-4)
+            assert entry["clipped_share"] == 1.0
+        held = list(trainer.model_wrapped.module.named_parameters())
+        with deepspeed.zero.GatheredParameters([p for _, p in held], enabled=stage == 3):
+            loops.assert_trained(held, after, rtol=1e-5)
 
 
 @on_two_ranks
