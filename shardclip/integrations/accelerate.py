@@ -90,12 +90,12 @@ def _in_engine(
 ) -> tuple[Clipping, Clip]:
     if limit is None:
         limit = engine.gradient_clipping() or math.inf
-    clipper = GradClipper.from_deepspeed(engine, limit, **options)
+    clipper: Any = GradClipper.from_deepspeed(engine, limit, **options)
     clipping = Clipping([])
     clip_ = clipper.clip_
 
-    def noted_clip_() -> ClipResult:
-        result: ClipResult = clip_()
+    def noted_clip_(*args: Any, **kwargs: Any) -> ClipResult:
+        result: ClipResult = clip_(*args, **kwargs)
         clipping.note(result)
         return result
 
