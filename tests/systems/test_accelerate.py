@@ -20,7 +20,7 @@ from tests.systems.loops import (
     on_two_ranks,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 importing = loops.imported_on_ranks("accelerate")
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 

@@ -18,7 +18,7 @@ from tests.systems.loops import ACCUMULATE, LEARNING_RATE, MAX_NORM, STEPS, on_t
 FSDP = FullyShardedDataParallel
 PRECISION = {"ddp": 1e-9, "fsdp2": 1e-9, "fsdp1": 1e-6}
 """Lightning's FSDP strategy makes the model float32."""
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 importing = loops.imported_on_ranks("lightning.pytorch", "lightning.fabric")
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 

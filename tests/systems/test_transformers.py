@@ -14,7 +14,7 @@ from tests.systems import loops
 from tests.systems.loops import ACCUMULATE, RANKS, STEPS, on_two_ranks
 
 BATCH, LEARNING_RATE, MAX_NORM = 2, 0.1, 0.1
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 importing = loops.imported_on_ranks("transformers.trainer", "transformers.models.llama")
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 FSDP = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
