@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -110,7 +111,9 @@ def torchrun_environment() -> Iterator[None]:
     os.environ |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "tests"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}  # nobody listens there
     try:
-        with recorded():  # the frameworks warn of much that is not ours
+        with warnings.catch_warnings():  # the frameworks warn of much that is not ours
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", module=r"(shardclip|tests)\.")
             yield
     finally:
         os.environ.clear()
