@@ -1,0 +1,105 @@
+"""Tables of 80 columns, for a terminal and a log file."""
+
+import textwrap
+from collections.abc import Sequence
+
+from .clipping import CLIPPED, FIRST, USUAL
+from .records import Row
+
+WIDTH = 80
+_NAME = 25
+
+
+def of_cases(made: Sequence[Row]) -> str:
+    """Set the rows of each case in two tables: times, and counts."""
+    names = list(dict.fromkeys(row["case"] for row in made if row["kind"] == "clip"))
+    blocks = [_case([row for row in made if row["case"] == name]) for name in names]
+    return "\n\n".join(blocks)
+
+
+def _case(made: Sequence[Row]) -> str:
+    measured = [row for row in made if row["kind"] == "clip"]
+    head = measured[0]
+    lines = [f"{head['case']}: {head['text']}, {head['bytes'] / 2**20:.3g} MiB a rank"]
+    lines += _times(measured) + [""] + _counts(measured)
+    return "\n".join(lines + absences(made))
+
+
+def _rows_by_contender(made: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    held: dict[str, dict[str, Row]] = {}
+    for row in made:
+        held.setdefault(row["contender"], {})[row["step"]] = row
+    return held
+
+
+def _times(made: Sequence[Row]) -> list[str]:
+    """Tell the median time, its ratio to the baseline, and the ratio's quartiles."""
+    head = f"{'ms':>8}{'ratio':>7} {'quartiles':<9}"
+    lines = [
+        f"{'':<{_NAME}}{'usual step':^24}{'clipped step':^24}{'first':>6}",
+        f"{'':<{_NAME}}{head}{head[:-1]}{'ratio':>7}",
+        "-" * (WIDTH - 1),
+    ]
+    for name, steps in _rows_by_contender(made).items():
+        cells = "".join(_time(steps.get(step)) for step in (USUAL, CLIPPED))
+        lines.append(f"{name:<{_NAME}}{cells[:-1]}{_ratio(steps.get(FIRST)):>7}".rstrip())
+        lines += _hidden(steps.get(USUAL))
+    return lines
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return f"{'-':>8}{'':17}"
+    low, middle, high = row["ratio"] or (None, None, None)
+    spread = f"{low:.2f}-{high:.2f}" if low is not None else ""
+    ratio = f"{middle:.3f}" if middle is not None else "-"
+    return f"{row['milliseconds'][1]:>8.2f}{ratio:>7} {spread:<9}"
+
+
+def _ratio(row: Row | None) -> str:
+    return f"{row['ratio'][1]:.3f}" if row is not None and row["ratio"] else "-"
+
+
+def _hidden(row: Row | None) -> list[str]:
+    """Tell what stands in the backward pass, where anything does."""
+    if row is None or row["contender"].find("overlap") < 0:
+        return []
+    return [f"{'  in the backward pass':<{_NAME}}{row['hidden_milliseconds'][1]:>8.2f}"]
+
+
+def _counts(made: Sequence[Row]) -> list[str]:
+    """Tell what a call does; bytes in units of the bytes of this rank's gradients."""
+    lines = [
+        f"{'':<{_NAME}}{'all-':>8}{'bytes / gradients, usual, clipped':^35}{'host':>5}",
+        f"{'':<{_NAME}}{'reduces':>8}{'read':>9}{'read':>8}{'written':>9}{'written':>9}"
+        f"{'syncs':>5}{'error':>7}",
+        "-" * WIDTH,
+    ]
+    for name, steps in _rows_by_contender(made).items():
+        usual, clipped = steps.get(USUAL), steps.get(CLIPPED)
+        if usual is None:
+            continue
+        cells = f"{_share(usual, 'read'):>9}{_share(clipped, 'read'):>8}"
+        cells += f"{_share(usual, 'written'):>9}{_share(clipped, 'written'):>9}"
+        lines.append(
+            f"{name:<{_NAME}}{usual['counts']['all_reduces']:>8}{cells}"
+            f"{usual['host_syncs']:>5}{usual['norm_error']:>7.0e}"
+        )
+    return lines
+
+
+def _share(row: Row | None, what: str) -> str:
+    if row is None:
+        return "-"
+    share = row["counts"][what] / max(1, row["bytes"])
+    return f"{share:.3f}" if share < 100 else f"{share:.3g}"
+
+
+def absences(made: Sequence[Row]) -> list[str]:
+    """Say who was left out, and why."""
+    lines = []
+    for row in made:
+        if row["kind"] == "absent":
+            text = f"{row['contender']} left out: {row['reason']}"
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return lines
