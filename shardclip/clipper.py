@@ -115,6 +115,7 @@ class GradClipper:
             len(self._agreed.keys),
             0 if norm.is_maximum(self.norm_type) else self._agreed.slots,
             len(self.also),
+            0 if norm.is_maximum(self.norm_type) else self._world.size,
         )
         gradients.notice_if_used_up(parameters, self._sources)
         for message in self._agreed.notices:

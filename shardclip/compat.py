@@ -32,6 +32,11 @@ def is_dtensor(tensor: object) -> bool:
     return cls is not None and isinstance(tensor, cls)
 
 
+def local_numel(tensor: Any) -> int:
+    """Count this rank's own elements."""
+    return int((tensor._local_tensor if is_dtensor(tensor) else tensor).numel())
+
+
 def numbers_in(tensor: Tensor) -> int:
     """Count the real numbers of a tensor: a complex one has two each."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -73,10 +73,11 @@ class Measured:
 
     def flags(self) -> Flags:
         """Read the ranks' flags; a host sync where the payload is not on CPU."""
-        return Flags(*self.payload[self.plan.lanes.flags].tolist())
+        lanes = self.plan.lanes
+        return lanes.heard(self.payload[lanes.flags].tolist())
 
     def kept(self) -> list[bool]:
-        """Tell seat by seat, from the kernel's sums of this step, what was not finite."""
+        """Tell for all that was read, from the kernel's sums of this step, what was not finite."""
         if self.each is None:
             return []
         return (~torch.isfinite(self.each)).tolist()
@@ -114,8 +115,8 @@ def measure(
     sketches = sketch(plan, parts, wholes, device)
     payload = fill(plan, parts, wholes, sketches, p, device)
     reads = reads or reads_are_free(device)
-    flags = Flags(bool(plan.problems), len(plan.seats), strict, not reads)
-    said = compat.on_host(astuple(flags))
+    flags = Flags(bool(plan.seats), strict, not reads, bool(plan.problems))
+    said = compat.on_host(plan.lanes.say(flags))
     payload[plan.lanes.flags] = compat.to_device(said, device)
     for index, value in enumerate(added):
         payload[plan.lanes.added.start + index] = value

@@ -4,12 +4,17 @@ Takes ranks, shapes and coordinates as plain numbers and needs no process group,
 thousands of ranks are checked in one process. "Axis" is a mesh's, "dim" a tensor's.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import product
 
 # Ranks along an axis of this name hold different parameters, never copies.
 STAGE_AXIS = "pp"
+
+# Elements that one rank reads alone, rather than that each reads a sliver of them.
+BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Ownership:
         holders: Global ranks that hold the same piece, ascending, this rank among them; empty where
             this rank holds nothing.
         domain: Global ranks that hold any piece of the tensor.
-        split: Each holder reads its part of the piece; otherwise each reads it in full and counts
+        split: The holders share the reading; otherwise each reads the piece in full and counts
             1 / len(holders) of the sum.
         stage: This rank's coordinate on a left-out pipeline axis, if there is one.
     """
@@ -30,11 +35,10 @@ class Ownership:
     split: bool = True
     stage: int | None = None
 
-    def part(self, rank: int) -> tuple[int, int]:
-        """Return which part of the piece a holder reads, of how many."""
-        if not self.split or len(self.holders) == 1:
-            return 0, 1
-        return self.holders.index(rank), len(self.holders)
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks split the reading among them."""
+        return self.split and len(self.holders) > 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,42 @@ class Place:
 def segment(numel: int, index: int, count: int) -> tuple[int, int]:
     """Return the half-open range of ``numel`` elements that the ``index``-th of ``count`` reads."""
     return numel * index // count, numel * (index + 1) // count
+
+
+class Shares:
+    """Which part of each piece this rank reads, balanced over all pieces of one set of holders.
+
+    A piece is cut into as many equal parts as it has blocks, at most one for each holder; the
+    holders that have least so far take one each. So no holder reads more than one block beyond its
+    fair share. Every holder works this out alike, from the pieces' sizes in one order.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._queues: dict[int, tuple[tuple[int, ...], list[tuple[int, int]], int]] = {}
+
+    def part(self, holders: tuple[int, ...], numel: int) -> tuple[int, int] | None:
+        """Return which part of the next piece this rank reads, of how many; None: nothing.
+
+        Args:
+            holders: The ranks that hold it; one object for one set.
+            numel: Its number of elements.
+        """
+        if id(holders) not in self._queues:
+            # The first place depends on the set: not every set shall begin with its lowest rank.
+            first = zlib.crc32(repr(holders).encode()) % len(holders)
+            order = [*range(first, len(holders)), *range(first)]
+            queue = [(0, place) for place in range(len(holders))]
+            self._queues[id(holders)] = holders, queue, order.index(holders.index(self._rank))
+        _, queue, mine = self._queues[id(holders)]
+        count = min(len(holders), max(1, -(-numel // BLOCK)))
+        if count == len(holders):
+            return mine, count  # nobody's load changes against the others'
+        part = None
+        for index, (load, place) in enumerate([heappop(queue) for _ in range(count)]):
+            heappush(queue, (load + numel // count, place))
+            part = index if place == mine else part
+        return None if part is None else (part, count)
 
 
 def pieces_of(shape: Sequence[int], replicated: Sequence[bool]) -> tuple[int, ...]:

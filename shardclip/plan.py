@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from . import adapters, compat, kernels, replicas
 from .gradients import Layout, Source
-from .ownership import Ownership, own, segment
+from .ownership import Ownership, Shares, own, segment
 from .payload import Lanes
 from .world import World
 
@@ -28,7 +29,7 @@ class Seat:
         source: Whose gradient.
         position: Its place in the list that the plan was made for.
         bucket: Index of the sum that it adds to.
-        part: Which part of it this rank reads, of how many.
+        part: Which part of it this rank reads, of how many; None: nothing.
         copy: What it owes to the proof, where other ranks hold copies.
         declared: A layout vouches for it.
     """
@@ -36,7 +37,7 @@ class Seat:
     source: Source
     position: int = 0
     bucket: int = 0
-    part: tuple[int, int] = (0, 1)
+    part: tuple[int, int] | None = (0, 1)
     copy: replicas.Copy | None = None
     declared: bool = False
 
@@ -77,6 +78,10 @@ class Plan:
     splits: bool = False
 
     _tables: Tables | None = None
+
+    def read(self) -> list[Seat]:
+        """Return the seats that this rank reads anything of."""
+        return [seat for seat in self.seats if seat.part is not None]
 
     def each(self) -> Tensor | None:
         """Return the kernel's sum for each tensor of the last step, where it makes one."""
@@ -128,7 +133,7 @@ class Tables:
             copies = [copy for copy, _ in held]
             sizes = [compat.numbers_in(w) for _, w in held]
             proof = replicas.Proof(copies, sizes, held[0][1].device)
-        kernel = kernels.build(parts, [seat.bucket for seat in plan.seats], len(plan.buckets))
+        kernel = kernels.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
         return Tables(kernel, routes[:, 0], routes[:, 1], compat.to_device(weights, device), proof)
 
 
@@ -152,7 +157,7 @@ class Planner:
         self.everyone = tuple(sorted(world.ranks))
         self._owned: dict[tuple[int, int], tuple[object, object, Ownership]] = {}
         self._digests: dict[int, tuple[tuple[int, ...], int]] = {}
-        self._domains: dict[tuple[int, ...], tuple[int, ...]] = {self.everyone: self.everyone}
+        self._sets: dict[tuple[int, ...], tuple[int, ...]] = {self.everyone: self.everyone}
 
     def settle_one(self, source: Source, tensor: Tensor) -> Settled:
         """Tell who holds this rank's piece of a tensor.
@@ -181,13 +186,14 @@ class Planner:
     def _once(self, what: object, having: object, work_out: Callable[[], Ownership]) -> Ownership:
         """Work an ownership out once for each place and set of ranks, compared by identity.
 
-        Equal domains become one object, so that thousands of ranks need not be compared.
+        Equal sets become one object, so that thousands of ranks need not be compared.
         """
         key = id(what), id(having)
         if key not in self._owned:
             owned = work_out()
-            domain = self._domains.setdefault(owned.domain, owned.domain)
-            self._owned[key] = what, having, replace(owned, domain=domain)
+            domain = self._sets.setdefault(owned.domain, owned.domain)
+            holders = self._sets.setdefault(owned.holders, owned.holders)
+            self._owned[key] = what, having, replace(owned, domain=domain, holders=holders)
         return self._owned[key][-1]
 
     def _plain(self, having: frozenset[int] | None) -> Ownership:
@@ -225,47 +231,78 @@ def make(
         maximum: p is inf: copies change nothing, so nothing is split or proved.
     """
     plan = Plan(lanes)
+    settled = _settle(plan, planner, pairs)
+    numbered = _number(settled, numbers)
+    parts = {} if maximum else _share(settled, numbered, pairs, planner.world.rank)
     buckets: dict[Bucket, int] = {}
-    counted: Counter[int] = Counter()
-    bases: dict[int, int] = {}
-    known: dict[int, tuple[int, ...]] = {}
-    undeclared: tuple[Source, Tensor] | None = None
-    for index, (source, grad) in enumerate(pairs):
-        tensor = source.parameter if grad is None else grad
-        try:
-            adapters.check(tensor, gradient=grad is not None)
-            settled = planner.settle_one(source, tensor)
-        except Exception as error:  # a user's layout may raise anything, on one rank alone
-            plan.problems.append(problem(source.name, error))
+    for index, found in settled.items():
+        source, grad = pairs[index]
+        if found.owned is None or grad is None:
             continue
-        known[id(settled.known)] = settled.known
-        owned = settled.owned
-        if owned is None:
-            continue
-        if undeclared is None and not settled.declared:
-            undeclared = source, tensor
-        domain = id(owned.domain)
-        if domain not in bases:
-            bases[domain] = planner.digest(owned.domain) if spread else 0
-        number = counted[domain] if numbers is None else numbers[index]
-        counted[domain] += 1
-        if grad is None:
-            continue
+        owned, number = found.owned, numbered[index]
         copy = None
         if len(owned.holders) > 1 and lanes.slots and not maximum:
-            slot = (bases[domain] + number) % lanes.slots
+            slot = (number + (planner.digest(owned.domain) if spread else 0)) % lanes.slots
             mine = owned.holders.index(planner.world.rank)
             copy = replicas.Copy(slot, number, owned.holders, mine, 1 / len(owned.domain))
-        bucket = _bucket(source, owned, None if keys is None else keys[index], maximum)
+        weight = 1.0 if owned.split or maximum else 1.0 / len(owned.holders)
+        bucket = Bucket(source.group, None if keys is None else keys[index], weight)
         where = buckets.setdefault(bucket, len(buckets))
-        part = (0, 1) if maximum else owned.part(planner.world.rank)
-        plan.seats.append(Seat(source, index, where, part, copy, settled.declared))
+        part = parts.get(index, (0, 1))
+        plan.seats.append(Seat(source, index, where, part, copy, found.declared))
     plan.buckets = list(buckets)
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
     plan.splits = any(seat.part != (0, 1) for seat in plan.seats)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
-    plan.notices += _uncertain(planner, known.values(), undeclared)
+    plan.notices += _uncertain(planner, settled, pairs)
     return plan
+
+
+def _settle(
+    plan: Plan, planner: Planner, pairs: Sequence[tuple[Source, Tensor | None]]
+) -> dict[int, Settled]:
+    """Tell by position who holds what; what is wrong becomes a problem of the plan."""
+    settled = {}
+    for index, (source, grad) in enumerate(pairs):
+        tensor = source.parameter if grad is None else grad
+        try:
+            adapters.check(tensor, gradient=grad is not None)
+            settled[index] = planner.settle_one(source, tensor)
+        except Exception as error:  # a user's layout may raise anything, on one rank alone
+            plan.problems.append(problem(source.name, error))
+    return settled
+
+
+def _number(settled: dict[int, Settled], numbers: Sequence[int] | None) -> dict[int, int]:
+    """Number the sources, by default among those that the same ranks hold."""
+    if numbers is not None:
+        return {index: numbers[index] for index in settled}
+    counts: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+    held = {index: found.owned for index, found in settled.items() if found.owned is not None}
+    return {index: next(counts[id(owned.domain)]) for index, owned in held.items()}
+
+
+def _share(
+    settled: dict[int, Settled],
+    numbered: dict[int, int],
+    pairs: Sequence[tuple[Source, Tensor | None]],
+    rank: int,
+) -> dict[int, tuple[int, int] | None]:
+    """Split the reading of what several ranks hold.
+
+    Sources without a gradient take part: a gradient that one rank alone lacks must not change
+    what the others read. Sizes are the parameters', which all holders know.
+    """
+    shares = Shares(rank)
+    parts = {}
+    for index in sorted(numbered, key=numbered.__getitem__):
+        owned = settled[index].owned
+        if owned is not None and owned.shared:
+            source = pairs[index][0]
+            span = source.span
+            numel = compat.local_numel(source.parameter) if span is None else span[1] - span[0]
+            parts[index] = shares.part(owned.holders, numel)
+    return parts
 
 
 def problem(name: str, error: Exception) -> tuple[str, str]:
@@ -275,40 +312,40 @@ def problem(name: str, error: Exception) -> tuple[str, str]:
     return kind, f"{name}: {error}" if own else f"{name}: {kind}: {error}"
 
 
-def _bucket(source: Source, owned: Ownership, key: int | None, maximum: bool) -> Bucket:
-    weight = 1.0 if owned.split or maximum else 1.0 / len(owned.holders)
-    return Bucket(source.group, key, weight)
-
-
 def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the seats' local gradients, as they are stored."""
     return compat.local_tensors([grads[seat.position] for seat in plan.seats])
 
 
 def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return, seat by seat, what this rank reads of the gradients and the whole local values."""
+    """Return what this rank reads of the gradients, and seat by seat the whole local values."""
     wholes = list(local) if plan.dense else [adapters.values(tensor) for tensor in local]
     if not plan.splits:
         return wholes, wholes
     parts = []
     for seat, whole in zip(plan.seats, wholes, strict=True):
-        index, count = seat.part
-        if count == 1:
+        if seat.part == (0, 1):
             parts.append(whole)
-        else:  # cut in logical order, so that copies of other strides agree
-            start, stop = segment(whole.numel(), index, count)
+        elif seat.part is not None:  # cut in logical order, so that copies of other strides agree
+            start, stop = segment(whole.numel(), *seat.part)
             parts.append(whole.reshape(-1)[start:stop])
     return parts, wholes
 
 
 def _uncertain(
-    planner: Planner, known: Iterable[tuple[int, ...]], undeclared: tuple[Source, Tensor] | None
+    planner: Planner,
+    settled: dict[int, Settled],
+    pairs: Sequence[tuple[Source, Tensor | None]],
 ) -> list[tuple[object, str]]:
     """Notice where this rank's meshes say nothing about some ranks of the group."""
-    others = sorted(planner.group - set().union(*known))
-    if undeclared is None or not others:
+    known = {id(found.known): found.known for found in settled.values()}
+    others = sorted(planner.group - set().union(*known.values()))
+    undeclared = (i for i, found in settled.items() if found.owned and not found.declared)
+    index = next(undeclared, None)
+    if index is None or not others:
         return []
-    source, tensor = undeclared
+    source, grad = pairs[index]
+    tensor = source.parameter if grad is None else grad
     shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
     text = (
         f"{source.name}: this rank's device meshes do not cover rank(s) {shown} of the group; what "

@@ -19,7 +19,6 @@ from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .gradients import Source
 from .measure import Measured
 from .norm import is_maximum
-from .payload import FLAGS
 from .world import World
 
 _MEND = (
@@ -87,9 +86,12 @@ def nonfinite_names(measured: Measured) -> list[str]:
 
     Reads the gradients once more; where they are gone, the sums that the kernel has kept.
     """
-    flags = [bool(kernels.any_nonfinite(whole)) for whole in measured.wholes] or measured.kept()
-    seats = measured.plan.seats[: len(flags)]
-    return list(dict.fromkeys(s.source.name for s, bad in zip(seats, flags, strict=True) if bad))
+    flags = [bool(kernels.any_nonfinite(whole)) for whole in measured.wholes]
+    seats = measured.plan.seats
+    if not flags:
+        flags, seats = measured.kept(), measured.plan.read()
+    pairs = zip(seats, flags, strict=bool(flags))
+    return list(dict.fromkeys(seat.source.name for seat, bad in pairs if bad))
 
 
 def raise_mismatch(measured: Measured, world: World) -> None:
@@ -215,7 +217,7 @@ class Deferred:
     """
 
     def __init__(self, measured: Measured) -> None:
-        failed = measured.payload[measured.plan.lanes.flags][FLAGS.index("errors")] > 0
+        failed = measured.plan.lanes.failed(measured.payload)
         if not is_maximum(measured.p):
             differ = replicas.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
