@@ -105,10 +105,9 @@ def _round(
 
 
 def _merge(rounds: Sequence[Measurement]) -> Measurement:
-    """Put the rounds' times together; the counts are those of the last, the error the largest."""
+    """Put the rounds' times together; the counts are those of the first."""
     return replace(
-        rounds[-1],
-        norm_error=max(one.norm_error for one in rounds),
+        rounds[0],
         seconds=[second for one in rounds for second in one.seconds],
         cpu_seconds=[second for one in rounds for second in one.cpu_seconds],
         hidden=[second for one in rounds for second in one.hidden],

@@ -137,8 +137,9 @@ def measure_case(case: Case, settings: Settings) -> tuple[list[Measurement], dic
     absent |= failed
     contenders = [one for one in contenders if one.name not in failed]
     times = _time_all(contenders, gradients, settings)
+    count = _count if settings.turn == 0 else _no_count  # the same in every round
     measured = [
-        _count(step, contender, gradients, times[step, contender.name])
+        count(step, contender, gradients, times[step, contender.name])
         for step in STEPS
         for contender in contenders
         if step in contender.steps
@@ -236,6 +237,14 @@ def _count(step: str, contender: Contender, gradients: Gradients, times: Times) 
         norm_error=abs(value - gradients.norm) / gradients.norm,
         bytes=int(_largest([gradients.bytes])[0]),
         **asdict(times),
+    )
+
+
+def _no_count(step: str, contender: Contender, gradients: Gradients, times: Times) -> Measurement:
+    """Leave the counts to the first round."""
+    name, does = contender.name, contender.does
+    return Measurement(
+        gradients.case.name, step, name, does, Counts(), 0, 0, 0, 0.0, 0, **asdict(times)
     )
 
 

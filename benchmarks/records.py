@@ -1,4 +1,4 @@
-"""What is kept of a run: one JSON line for each measurement, with all that is needed to judge it."""
+"""What is kept of a run: one JSON line for each measurement, with all needed to judge it."""
 
 import importlib.metadata
 import json

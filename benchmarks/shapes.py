@@ -151,4 +151,4 @@ def tiny(shapes: Shapes) -> Shapes:
         return tuple(min(size, _TINY) for size in shape)
 
     blocks = tuple(tuple(map(shrink, block[:_FEW])) for block in shapes.blocks[:_FEW])
-    return replace(shapes, blocks=blocks)
+    return replace(shapes, text=f"{shapes.text} shrunk", blocks=blocks)

@@ -21,7 +21,7 @@ def _case(made: Sequence[Row]) -> str:
     measured = [row for row in made if row["kind"] == "clip"]
     head = measured[0]
     lines = [f"{head['case']}: {head['text']}, {head['bytes'] / 2**20:.3g} MiB a rank"]
-    lines += _times(measured) + [""] + _counts(measured)
+    lines += [*_times(measured), "", *_counts(measured)]
     return "\n".join(lines + absences(made))
 
 
@@ -36,28 +36,37 @@ def _times(made: Sequence[Row]) -> list[str]:
     """Tell the median time, its ratio to the baseline, and the ratio's quartiles."""
     head = f"{'ms':>8}{'ratio':>7} {'quartiles':<9}"
     lines = [
-        f"{'':<{_NAME}}{'usual step':^24}{'clipped step':^24}{'first':>6}",
-        f"{'':<{_NAME}}{head}{head[:-1]}{'ratio':>7}",
-        "-" * (WIDTH - 1),
+        f"{'':<{_NAME}}{'usual step':^25}{'clipped step':^25}{'first':>5}",
+        f"{'':<{_NAME}}{head}{head}{'ratio':>5}",
+        "-" * WIDTH,
     ]
     for name, steps in _rows_by_contender(made).items():
-        cells = "".join(_time(steps.get(step)) for step in (USUAL, CLIPPED))
-        lines.append(f"{name:<{_NAME}}{cells[:-1]}{_ratio(steps.get(FIRST)):>7}".rstrip())
+        cells = "".join(_time(name, steps.get(step)) for step in (USUAL, CLIPPED))
+        lines.append(f"{name:<{_NAME}}{cells}{_ratio(steps.get(FIRST)):>5}".rstrip())
         lines += _hidden(steps.get(USUAL))
     return lines
 
 
-def _time(row: Row | None) -> str:
+def _time(name: str, row: Row | None) -> str:
     if row is None:
         return f"{'-':>8}{'':17}"
     low, middle, high = row["ratio"] or (None, None, None)
-    spread = f"{low:.2f}-{high:.2f}" if low is not None else ""
-    ratio = f"{middle:.3f}" if middle is not None else "-"
-    return f"{row['milliseconds'][1]:>8.2f}{ratio:>7} {spread:<9}"
+    spread = "" if low is None or name == row["baseline"] else f"{_short(low)}-{_short(high)}"
+    return f"{row['milliseconds'][1]:>8.2f}{_short(middle):>7} {spread:<9}"
+
+
+def _short(ratio: float | None) -> str:
+    """Write a ratio in four characters."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:.0f}"
 
 
 def _ratio(row: Row | None) -> str:
-    return f"{row['ratio'][1]:.3f}" if row is not None and row["ratio"] else "-"
+    if row is None or not row["ratio"]:
+        return "-"
+    ratio = row["ratio"][1]
+    return f"{ratio:.3f}" if ratio < 0.1 else _short(ratio)
 
 
 def _hidden(row: Row | None) -> list[str]:
