@@ -84,7 +84,7 @@ def clip_grad_norm_(
         sources, grads, p, world, layout, strict=error_if_nonfinite, max_norm=max_norm
     )
     gradients.notice_if_used_up(parameters, sources)
-    if isinstance(coef, float) and found.flags().present == 0:
+    if isinstance(coef, float) and found.flags.present == 0:
         warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
     if not (isinstance(coef, float) and coef == 1):
         scale_(found.targets(0), coef)

@@ -5,20 +5,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
-from . import adapters, agreement, compat, gradients, norm, plan, reduce, verdict
+from . import (
+    adapters,
+    agreement,
+    compat,
+    gradients,
+    loss_scaling,
+    norm,
+    optimizers,
+    plan,
+    reduce,
+    verdict,
+)
 from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
-from .gradients import Layout, Source
-from .measure import Measured, measure
+from .gradients import Layout
+from .measure import Measured, start
 from .notices import warn_once
+from .overlap import Overlap
+from .param_groups import grouped
 from .payload import Lanes
+from .pending import Begun, Judged, Pending
 from .plan import Plan
 from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
-from .world import World
 
 POLICIES = ("propagate", "raise", "skip")
 
@@ -57,6 +72,11 @@ class GradClipper:
         also: Names of numbers that ``clip_(also={...})`` sums over the ranks in the same
             all-reduce; not with p = inf.
         grad: From a parameter to its gradient, where that is not ``.grad``.
+        overlap: Sum gradients in hooks during the backward pass, as they become ready; then
+            ``clip_()`` has little left but the all-reduce. For DTensor parameters (FSDP2's); plain
+            ones where one process is alone. What is changed in place afterwards, or replaced, is
+            summed again, but a collective from ``torch.distributed`` on ``.grad`` leaves no trace
+            and must not be called in between.
 
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is.
@@ -79,6 +99,7 @@ class GradClipper:
         norms: str | None = None,
         also: Sequence[str] = (),
         grad: Read | None = None,
+        overlap: bool = False,
     ) -> None:
         self.norm_type = norm.check_norm_type(norm_type)
         self.max_norm = max_norm
@@ -88,14 +109,15 @@ class GradClipper:
         if self.also and norm.is_maximum(self.norm_type):
             raise ValueError("also= sums, and p = inf takes the maximum; drop one")
         self.steps = 0
-        self.skipped = 0
+        self._skips: int | Tensor = 0
+        self._under_way = False
         self._world = reduce.resolve(group)
         self._read = adapters.read_grad if grad is None else grad
         self._planner = plan.Planner(self._world, layout)
         self._plan: Plan | None = None
         self._signature: list[object] = []
         self._deferred: verdict.Deferred | None = None
-        self.param_groups, self._sources, problems = _grouped(parameters, self._world)
+        self.param_groups, self._sources, problems = grouped(parameters, self._world)
         if not problems:
             self._limits()  # raises for a wrong max_norm
         self._agreed = agreement.reach(
@@ -117,16 +139,29 @@ class GradClipper:
             len(self.also),
             0 if norm.is_maximum(self.norm_type) else self._world.size,
         )
+        self._overlap = Overlap(self._sources, self.norm_type, self._world) if overlap else None
         gradients.notice_if_used_up(parameters, self._sources)
-        for message in self._agreed.notices:
+        seen = [] if self._overlap is None else self._overlap.notices
+        for message in [*self._agreed.notices, *seen]:
             warn_once(self, message)
 
-    def clip_(self, also: Mapping[str, float | Tensor] | None = None) -> ClipResult:
+    def clip_(
+        self,
+        also: Mapping[str, float | Tensor] | None = None,
+        *,
+        grad_scaler: object = None,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> ClipResult:
         """Clip the gradients in place.
 
         Args:
             also: Numbers (0-dim tensors or floats) by the names declared as ``also=``, to be summed
                 over the ranks; what is left out counts 0.
+            grad_scaler: A ``torch.amp.GradScaler`` that has scaled the loss. The norm is that of
+                the unscaled gradients, and unscaling and clipping are one multiplication. Where it
+                is not finite the gradients stay as they are. The scaler is left as its
+                ``unscale_`` leaves it: call ``grad_scaler.step(optimizer)`` and ``update()``.
+            optimizers: With ``grad_scaler``, all that hold the gradients.
 
         Returns:
             The norm before, the coefficient, and on demand everything else.
@@ -134,75 +169,207 @@ class GradClipper:
         Raises:
             ValueError: ``max_norm`` is negative or NaN, or ``also`` has an undeclared name; or, on
                 every rank alike, a gradient is Partial, on meta or of integer dtype.
+            RuntimeError: A step is under way (``start``), or the scaler is not at this stage.
             NonFiniteGradientError: On every rank alike, with ``nonfinite="raise"``.
             ReplicaMismatchError: On every rank alike: gradients that should be copies are none; on
                 CUDA, after the first step, in the call after the one that found it.
             Whatever is raised, no gradient was touched.
 
         Communication:
-            One all-reduce of float64 numbers: 6, more for groups, norms and ``also``, and 10 for
-            each tensor that has copies (at most 10,240). Host syncs on CUDA: one on the first step
-            after the set of gradients changes, else none with "propagate".
+            One all-reduce of float64 numbers: 2 (3 beyond 9741 ranks), more for groups, norms and
+            ``also``, and 10 for each tensor that has copies (at most 10,240). Host syncs on CUDA:
+            one on the first step after the set of gradients changes, else none with "propagate".
         """
-        limits = self._limits()
-        if self._deferred is not None:
-            settled, self._deferred = self._deferred, None
-            settled.settle(self._world)
-        grads, made, fresh, added = self._prepared(also)
-        measured = measure(
-            made,
-            grads,
-            self.norm_type,
-            self._world,
-            strict=self.nonfinite == "raise",
-            reads=fresh or self.nonfinite != "propagate",
-            added=added,
-        )
-        self._deferred = verdict.pass_verdict(measured, self._world)
-        for about, message in made.notices if fresh else ():
-            warn_once(about, message)
-        if self._deferred is not None:
-            failed = self._deferred.failed.to(measured.total_norm.device)
-            measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
-        elif measured.flags().present == 0:
-            warn_once(self, NO_GRADIENTS)
-        coefs = self._coefs(measured, limits)
-        skipped, names = self._nonfinite(measured)
-        if not skipped:
-            self._scale(measured, coefs)
-        self.steps += 1
-        self.skipped += skipped
-        return ClipResult(
-            measured,
-            torch.ones_like(coefs) if skipped else coefs,
-            keys=self._agreed.keys,
-            sums=self.also,
-            skipped=skipped,
-            nonfinite=names,
-        )
+        return self.start(also, grad_scaler=grad_scaler, optimizers=optimizers).finish()
+
+    def start(
+        self,
+        also: Mapping[str, float | Tensor] | None = None,
+        *,
+        grad_scaler: object = None,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> Pending:
+        """Sum the gradients and start the all-reduce; ``finish()`` of what is returned clips.
+
+        Other work goes in between; it must leave the gradients alone. ::
+
+            pending = clipper.start()
+            evaluate(model)
+            result = pending.finish()
+
+        Args:
+            also: As in ``clip_``.
+            grad_scaler: As in ``clip_``.
+            optimizers: As in ``clip_``.
+
+        Raises:
+            ValueError, RuntimeError: As ``clip_``, for the arguments. What is wrong with gradients
+                raises in ``finish()``.
+
+        Communication:
+            As ``clip_``; the all-reduce is waited for in ``finish()``.
+        """
+        return Pending(self._begin(also, grad_scaler, optimizers), self._finish)
 
     def step(
-        self, optimizer: torch.optim.Optimizer, also: Mapping[str, float | Tensor] | None = None
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        also: Mapping[str, float | Tensor] | None = None,
+        *,
+        grad_scaler: object = None,
     ) -> ClipResult:
         """Clip, then step the optimizer, unless the step is skipped.
 
+        torch's fused Adam, AdamW, SGD and Adagrad take the coefficient into their own kernel, so
+        that no pass over the gradients is made for it: see ``optimizers.factor_group``. The results
+        are those of clipping first, up to rounding: the gradient that the kernel works with is
+        within 2**-22 of the one that ``clip_`` leaves in float32. Afterwards ``.grad`` holds the
+        clipped gradients either way. With ``nonfinite="skip"`` such a step is skipped on the
+        device, with no host sync.
+
         Args:
-            optimizer: Steps on the clipped gradients.
+            optimizer: Steps on the clipped gradients; several are stepped one after the other, by
+                the same norm.
             also: As in ``clip_``.
+            grad_scaler: As in ``clip_``; the step is the scaler's, skipped where the norm is not
+                finite. Call ``grad_scaler.update()`` afterwards.
 
         Returns:
             As ``clip_``.
 
         Raises:
-            ValueError, NonFiniteGradientError, ReplicaMismatchError: As ``clip_``.
+            ValueError, RuntimeError, NonFiniteGradientError, ReplicaMismatchError: As ``clip_``.
 
         Communication:
             As ``clip_``.
         """
-        result = self.clip_(also)
-        if not result.skipped:
-            optimizer.step()
-        return result
+        stepped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        groups = self._group_of()
+        into = {id(one): optimizers.factor_group(one, groups) for one in stepped}
+        begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
+        judged = self._judge(begun)
+        folded = [one for one in stepped if into[id(one)] is not None]
+        own = {id(p) for one in folded for group in one.param_groups for p in group["params"]}
+        self._scale(judged, apart=frozenset(own))
+        for one in stepped:
+            group = into[id(one)]
+            coef = None if group is None else judged.factors[group]
+            if begun.scaler is not None and judged.stops is not None:
+                loss_scaling.step_with_scaler(begun.scaler, one, judged.stops, coef)
+            elif coef is not None:
+                optimizers.step_scaled(one, coef, judged.stops)
+            elif not judged.skipped:
+                optimizers.step_plain(one)
+        return self._result(judged)
+
+    def _begin(
+        self,
+        also: Mapping[str, float | Tensor] | None,
+        grad_scaler: object,
+        stepped: Sequence[Optimizer],
+        reads: bool = True,
+    ) -> Begun:
+        """Sum, and start the all-reduce.
+
+        Args:
+            also: The caller's numbers.
+            grad_scaler: Has scaled the loss of the optimizers' gradients.
+            stepped: Those optimizers.
+            reads: Whether ``nonfinite="skip"`` must be decided on the host.
+        """
+        if self._under_way:
+            raise RuntimeError("a step is under way: call finish() of what start() returned")
+        limits = self._limits()
+        scaler = loss_scaling.resolve(grad_scaler, stepped)
+        if self._deferred is not None:
+            settled, self._deferred = self._deferred, None
+            settled.settle(self._world)
+        grads, made, fresh, added, unit = self._prepared(also, scaler, stepped)
+        started = start(
+            made,
+            grads,
+            self.norm_type,
+            self._world,
+            strict=self.nonfinite == "raise",
+            reads=fresh or self.nonfinite == "raise" or (self.nonfinite == "skip" and reads),
+            added=added,
+        )
+        self._under_way = True
+        return Begun(started, made, fresh, limits, scaler, stepped, unit)
+
+    def _finish(self, begun: Begun) -> ClipResult:
+        judged = self._judge(begun)
+        self._scale(judged)
+        if begun.scaler is not None and judged.stops is not None:
+            for optimizer in begun.optimizers:
+                loss_scaling.mark_unscaled(begun.scaler, optimizer, judged.stops)
+        return self._result(judged)
+
+    def _judge(self, begun: Begun) -> Judged:
+        """Conclude on all ranks alike; raise what is wrong before anything is touched."""
+        self._under_way = False
+        measured = begun.started.finish(begun.unit)
+        self._deferred = verdict.pass_verdict(measured, self._world)
+        for about, message in begun.plan.notices if begun.fresh else ():
+            warn_once(about, message)
+        failed = None
+        if self._deferred is not None:
+            failed = self._deferred.failed.to(measured.total_norm.device)
+            measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
+        elif measured.flags.present == 0:
+            warn_once(self, NO_GRADIENTS)
+        coefs = self._coefs(measured, begun.limits)
+        if failed is not None:
+            coefs = torch.where(failed, 1.0, coefs)
+        factors = coefs if begun.unit is None else coefs * begun.unit.to(coefs.device)
+        if begun.scaler is None and self.nonfinite != "skip":
+            names = self._names(measured)
+            return Judged(measured, coefs, factors, failed, False, names)
+        stops = ~torch.isfinite(measured.total_norm)
+        coefs, factors = torch.where(stops, 1.0, coefs), torch.where(stops, 1.0, factors)
+        skipped = bool(stops) if measured.read else stops
+        return Judged(measured, coefs, factors, stops, skipped, self._names(measured))
+
+    @staticmethod
+    def _names(measured: Measured) -> list[str] | None:
+        """Name what is not finite while the gradients still have it, where looking is free."""
+        if not measured.read or math.isfinite(float(measured.total_norm)):
+            return None
+        return verdict.nonfinite_names(measured)
+
+    def _scale(self, judged: Judged, apart: frozenset[int] = frozenset()) -> None:
+        """Multiply the gradients, but for those of the parameters set apart by ``id``."""
+        read = judged.measured.read
+        for group, factor in enumerate(judged.factors.tolist() if read else judged.factors):
+            if read and factor == 1:
+                continue  # nothing is touched, nor even collected
+            scale_(judged.measured.targets(group, apart), factor)
+
+    def _result(self, judged: Judged) -> ClipResult:
+        self.steps += 1
+        self._skips = self._skips + judged.skipped
+        return ClipResult(
+            judged.measured,
+            judged.coefs,
+            keys=self._agreed.keys,
+            sums=self.also,
+            skipped=judged.skipped,
+            nonfinite=judged.names,
+        )
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped; on CUDA a host sync."""
+        return int(self._skips)
+
+    def _group_of(self) -> dict[int, int]:
+        """By ``id`` of the parameter, the group that its ``.grad`` belongs to as a whole."""
+        if self._read is not adapters.read_grad:
+            return {}
+        groups: dict[int, set[int]] = {}
+        for source in self._sources:
+            groups.setdefault(id(source.parameter), set()).add(source.group)
+        return {key: held.pop() for key, held in groups.items() if len(held) == 1}
 
     def _gradients(self) -> list[Tensor | None]:
         if self._bare:
@@ -215,9 +382,12 @@ class GradClipper:
         return [None if limit is None else norm.check_max_norm(limit) for limit in own]
 
     def _prepared(
-        self, also: Mapping[str, float | Tensor] | None
-    ) -> tuple[list[Tensor | None], Plan, bool, list[float | Tensor]]:
-        """Return the gradients, their plan, whether it is new, and the caller's numbers.
+        self,
+        also: Mapping[str, float | Tensor] | None,
+        scaler: GradScaler | None,
+        stepped: Sequence[Optimizer],
+    ) -> tuple[list[Tensor | None], Plan, bool, list[float | Tensor], Tensor | None]:
+        """Return the gradients, their plan, whether it is new, the caller's numbers, and the unit.
 
         Whatever goes wrong here on one rank is a problem of the plan: this rank still joins the
         all-reduce, and then all ranks raise.
@@ -225,11 +395,22 @@ class GradClipper:
         try:
             added = self._added(also)
             grads = self._gradients()
+            unit = None if scaler is None else self._unit(scaler, stepped, grads)
             made, fresh = self._planned(grads)
         except Exception as error:  # a user's grad= may raise anything
             failed = Plan(self._lanes, problems=[plan.problem("GradClipper.clip_", error)])
-            return [], failed, True, []
-        return grads, made, fresh, added
+            return [], failed, True, [], None
+        return grads, made, fresh, added, unit
+
+    def _unit(
+        self, scaler: GradScaler, stepped: Sequence[Optimizer], grads: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the inverse of the loss scale that the gradients still have in them."""
+        pairs = zip(self._sources, grads, strict=True)
+        held = {id(source.parameter): source.name for source, grad in pairs if grad is not None}
+        loss_scaling.check_members(stepped, held)
+        device = self._world.device or next((g.device for g in grads if g is not None), None)
+        return loss_scaling.inverse_scale(scaler, stepped, device or torch.device("cpu"))
 
     def _added(self, also: Mapping[str, float | Tensor] | None) -> list[float | Tensor]:
         given = {name: value for name, value in (also or {}).items() if value is not None}
@@ -251,6 +432,7 @@ class GradClipper:
         """Return the plan for these gradients, made anew only if their set has changed."""
         signature = compat.signatures(grads)
         if self._plan is not None and signature == self._signature:
+            self._signature = signature  # often the same objects again, which compare faster
             return self._plan, False
         made = plan.make(
             self._planner,
@@ -261,6 +443,8 @@ class GradClipper:
             maximum=norm.is_maximum(self.norm_type),
         )
         self._plan = None if made.problems else made
+        if self._overlap is not None and self._plan is not None:
+            self._overlap.follow(self._plan)
         self._signature = signature
         return made, True
 
@@ -272,58 +456,10 @@ class GradClipper:
         if None in limits:
             alone = compat.on_host([limit is None for limit in limits], torch.bool)
             coefs = torch.where(compat.to_device(alone, norms.device), 1.0, coefs)
-        if self._deferred is not None:
-            coefs = torch.where(self._deferred.failed.to(coefs.device), 1.0, coefs)
         return coefs
-
-    def _nonfinite(self, measured: Measured) -> tuple[bool, list[str] | None]:
-        """Decide whether the step is skipped; find names while the gradients still have them."""
-        if not measured.read:
-            return False, None
-        if math.isfinite(float(measured.total_norm)):
-            return False, None
-        return self.nonfinite == "skip", verdict.nonfinite_names(measured)
-
-    def _scale(self, measured: Measured, coefs: Tensor) -> None:
-        for group, factor in enumerate(coefs.tolist() if measured.read else coefs):
-            if measured.read and factor == 1:
-                continue  # nothing is touched, nor even collected
-            scale_(measured.targets(group), factor)
 
 
 def _one_of(what: str, value: str | None, choices: Sequence[str | None]) -> str:
     if value not in choices:
         raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return str(value)
-
-
-def _grouped(
-    parameters: Any, world: World
-) -> tuple[list[dict[str, Any]], list[Source], list[tuple[str, str]]]:
-    """Return the param groups' settings, all sources, and what was wrong.
-
-    A parameter counts in its first group.
-    """
-    try:
-        if isinstance(parameters, nn.Module):
-            return [{}], adapters.module_sources(parameters, world), []
-        listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
-            return [{}], gradients.unique(gradients.of_iterable(listed, "group0.{}")), []
-        sources: list[Source] = []
-        groups = []
-        for index, entry in enumerate(listed):
-            sources += gradients.of_iterable(_members(entry, index), f"group{index}.{{}}", index)
-            groups.append({key: value for key, value in entry.items() if key == "max_norm"})
-    except Exception as error:  # what one rank hands over may be wrong on that rank alone
-        return [{}], [], [plan.problem("parameters", error)]
-    return groups, gradients.unique(sources), []
-
-
-def _members(group: Mapping[str, Any], index: int) -> list[Any]:
-    if "params" not in group:
-        raise ValueError(f"param group {index} has no 'params'; it has {', '.join(group)}")
-    held = group["params"]
-    held = [held] if isinstance(held, Tensor) else list(held)
-    names = group.get("param_names")
-    return list(zip(names, held, strict=True)) if names else held

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ class Measured:
 
     Attributes:
         payload: The reduced lanes.
-        powers: Sums of |x|^p: the groups', then the keys'; with NaN restored for p = inf.
+        norms: The groups', then the keys'; with NaN restored for p = inf.
         group_norms: float64, one for each param group.
         total_norm: float64, 0-dim.
         plan: What was read.
@@ -31,10 +33,11 @@ class Measured:
         read: Whether this rank reads the lanes in this step.
         each: The kernel's sum for each tensor, where it makes one.
         home: The device that the payload travelled on.
+        unit: What the gradients are still to be multiplied by, where they are.
     """
 
     payload: Tensor
-    powers: Tensor
+    norms: Tensor
     group_norms: Tensor
     total_norm: Tensor
     plan: Plan
@@ -45,17 +48,21 @@ class Measured:
     read: bool = True
     each: Tensor | None = None
     home: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    unit: Tensor | None = None
 
-    def targets(self, group: int) -> list[Tensor]:
-        """List what is scaled in place for a param group."""
-        pairs = zip(self.plan.seats, self.local, strict=True)
-        return [adapters.storage(t) for seat, t in pairs if seat.source.group == group]
+    def targets(self, group: int, apart: frozenset[int] = frozenset()) -> list[Tensor]:
+        """List what is scaled in place for a param group, but for parameters set apart by `id`."""
+        return [
+            adapters.storage(tensor)
+            for seat, tensor in zip(self.plan.seats, self.local, strict=True)
+            if seat.source.group == group and id(seat.source.parameter) not in apart
+        ]
 
     def like(self) -> Tensor:
         """Return an empty tensor of the dtype and device that results take on this rank."""
-        wide = any(t.dtype in (torch.float64, torch.complex128) for t in self.local)
         device = self.local[0].device if self.local else self.home
-        return torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=device)
+        dtype = torch.float64 if self.plan.wide else torch.float32
+        return torch.empty(0, dtype=dtype, device=device)
 
     @property
     def proof(self) -> Tensor:
@@ -63,14 +70,15 @@ class Measured:
         return self.plan.lanes.proof(self.payload)
 
     def size(self) -> Tensor:
-        """The L2 size of all gradients, which differences between copies are compared with.
+        """The L2 size of all gradients as they are: what differences of copies are compared with.
 
         For other p it is estimated from the copies' samples alone.
         """
         if self.p == 2:
-            return self.total_norm
+            return self.total_norm if self.unit is None else self.total_norm / self.unit
         return self.proof[:, replicas.SKETCH].sum().sqrt()
 
+    @cached_property
     def flags(self) -> Flags:
         """Read the ranks' flags; a host sync where the payload is not on CPU."""
         lanes = self.plan.lanes
@@ -87,8 +95,44 @@ class Measured:
         return replace(self, local=[], wholes=[])
 
 
-@torch.no_grad()
+@dataclass
+class Started:
+    """A measurement whose all-reduce is under way."""
+
+    plan: Plan
+    payload: Tensor
+    work: reduce.Work
+    p: float
+    local: list[Tensor]
+    wholes: list[Tensor]
+    sketches: Tensor | None
+    read: bool
+
+    @torch.no_grad()
+    def finish(self, unit: Tensor | None = None) -> Measured:
+        """Wait for the other ranks' numbers and conclude.
+
+        Args:
+            unit: What the gradients are still to be multiplied by (a loss scale's inverse): the
+                norms are those of the products.
+        """
+        self.work.wait()
+        home = self.payload.device
+        payload = self.payload.cpu() if self.read else self.payload  # the sync of a step that reads
+        found = conclude(self.plan, payload, self.p, self.local, self.wholes, self.sketches, unit)
+        found.read, found.each, found.home = self.read, self.plan.each(), home
+        return found
+
+
 def measure(
+    plan: Plan, grads: Sequence[Tensor | None], p: float, world: World, **how: Any
+) -> Measured:
+    """Start a measurement and finish it."""
+    return start(plan, grads, p, world, **how).finish()
+
+
+@torch.no_grad()
+def start(
     plan: Plan,
     grads: Sequence[Tensor | None],
     p: float,
@@ -97,8 +141,8 @@ def measure(
     strict: bool = False,
     reads: bool = False,
     added: Sequence[float | Tensor] = (),
-) -> Measured:
-    """Sum what this rank owns and combine it with the other ranks': one all-reduce.
+) -> Started:
+    """Sum what this rank owns and start to combine it with the other ranks': one all-reduce.
 
     Args:
         plan: Made for these gradients.
@@ -112,20 +156,11 @@ def measure(
     local = locals_of(plan, grads)
     parts, wholes = readings(plan, local)
     device = world.device or (parts[0].device if parts else torch.device("cpu"))
-    sketches = sketch(plan, parts, wholes, device)
-    payload = fill(plan, parts, wholes, sketches, p, device)
     reads = reads or reads_are_free(device)
     flags = Flags(bool(plan.seats), strict, not reads, bool(plan.problems))
-    said = compat.on_host(plan.lanes.say(flags))
-    payload[plan.lanes.flags] = compat.to_device(said, device)
-    for index, value in enumerate(added):
-        payload[plan.lanes.added.start + index] = value
-    reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
-    if reads:
-        payload = payload.cpu()  # the one host sync of a step that reads
-    found = conclude(plan, payload, p, local, wholes, sketches)
-    found.read, found.each, found.home = reads, plan.each(), device
-    return found
+    payload, sketches = fill(plan, parts, wholes, p, device, flags, added)
+    work = reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
+    return Started(plan, payload, work, p, local, wholes, sketches, reads)
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -133,42 +168,27 @@ def reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def sketch(
-    plan: Plan, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
-) -> Tensor | None:
-    """Take the fingerprints of what other ranks hold copies of."""
-    if plan.problems or not plan.seats:
-        return None
-    proof = plan.tables(parts, wholes, device).proof
-    held = [w for w, seat in zip(wholes, plan.seats, strict=True) if seat.copy is not None]
-    return None if proof is None else proof.sketches(held)
-
-
 def fill(
     plan: Plan,
     parts: list[Tensor],
     wholes: list[Tensor],
-    sketches: Tensor | None,
     p: float,
     device: torch.device,
-) -> Tensor:
-    """Pack this rank's part of the payload."""
+    flags: Flags,
+    added: Sequence[float | Tensor] = (),
+) -> tuple[Tensor, Tensor | None]:
+    """Pack this rank's part of the payload; return it, and the fingerprints of its copies."""
     lanes = plan.lanes
-    payload = lanes.empty(device)
-    if plan.problems or not plan.seats:
-        return payload
-    tables = plan.tables(parts, wholes, device)
-    sums = compat.to_device(tables.kernel(parts, p), device)
-    powers = payload[lanes.powers]
-    if norm.is_maximum(p):
-        found = sums[tables.source]
-        powers.scatter_reduce_(0, tables.target, found.nan_to_num(0.0, torch.inf), "amax")
-        payload[lanes.nans].scatter_reduce_(0, tables.target, found.isnan().double(), "amax")
-        return payload
-    powers.index_add_(0, tables.target, (sums * tables.weights)[tables.source])
-    if tables.proof is not None and sketches is not None:
-        tables.proof.contribute(lanes.proof(payload), sketches)
-    return payload
+    powers = proof = sketches = None
+    if plan.seats and not plan.problems:
+        tables = plan.tables(parts, wholes, device)
+        sums = compat.to_device(tables.kernel(parts, p), device)
+        powers = tables.powers(sums, norm.is_maximum(p), lanes)
+        if tables.proof is not None:
+            held = [w for w, s in zip(wholes, plan.seats, strict=True) if s.copy is not None]
+            sketches = tables.proof.sketches(held)
+            proof = tables.proof.lanes(sketches, lanes.slots, device)
+    return lanes.pack(device, powers, flags, added, proof), sketches
 
 
 def conclude(
@@ -178,22 +198,30 @@ def conclude(
     local: list[Tensor],
     wholes: list[Tensor],
     sketches: Tensor | None,
+    unit: Tensor | None = None,
 ) -> Measured:
     """Turn the reduced payload into norms; every rank does this alike, in float64."""
     lanes = plan.lanes
     powers = payload[lanes.powers]
     if norm.is_maximum(p):
         powers = torch.where(payload[lanes.nans] > 0, torch.nan, powers)
-        total = powers[: lanes.groups].amax()
+    norms = norm.finish(powers, p)
+    if lanes.groups == 1:
+        total_norm = norms[0]
     else:
-        total = powers[: lanes.groups].sum()
-    group_norms = norm.finish(powers[: lanes.groups], p)
-    total_norm = norm.finish(total, p)
+        held = powers[: lanes.groups]
+        total_norm = norm.finish(held.amax() if norm.is_maximum(p) else held.sum(), p)
+    if unit is not None and p != 0:
+        unit = compat.to_device(unit, norms.device)
+        norms, total_norm = norms * unit, total_norm * unit
+    group_norms = norms[: lanes.groups]
     if lanes.slots and not norm.is_maximum(p):
         poison = _poison(lanes.proof(payload), p)
         group_norms = torch.where(torch.isfinite(group_norms), group_norms + poison, group_norms)
         total_norm = torch.where(torch.isfinite(total_norm), total_norm + poison, total_norm)
-    return Measured(payload, powers, group_norms, total_norm, plan, p, local, wholes, sketches)
+    found = Measured(payload, norms, group_norms, total_norm, plan, p, local, wholes, sketches)
+    found.unit = unit
+    return found
 
 
 def _poison(proof: Tensor, p: float) -> Tensor:

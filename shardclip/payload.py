@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import replicas
+from .compat import on_host, to_device
 
 _EXACT = 2**53  # float64 holds every integer up to here
 
@@ -100,9 +101,38 @@ class Lanes:
             digits += 1
         return digits
 
-    def empty(self, device: torch.device | None) -> Tensor:
-        """Return a payload of a rank that has nothing to give."""
-        return torch.zeros(self.size, dtype=torch.float64, device=device)
+    def pack(
+        self,
+        device: torch.device,
+        powers: Tensor | None,
+        flags: Flags,
+        added: Sequence[float | Tensor] = (),
+        proof: Tensor | None = None,
+    ) -> Tensor:
+        """Lay one rank's numbers side by side.
+
+        Args:
+            device: Where the payload is to lie.
+            powers: What lies in ``powers`` and ``nans``, on that device; None: zeros.
+            flags: What this rank says.
+            added: The caller's numbers; none: zeros.
+            proof: ``(slots, replicas.LANES)``, on that device; None: zeros.
+        """
+        numbers = [0.0 if isinstance(value, Tensor) else value for value in added]
+        numbers += [0.0] * (self.sums - len(numbers))
+        told = to_device(on_host([*self.say(flags), *numbers]), device)
+        for index, value in enumerate(added, len(told) - self.sums):
+            if isinstance(value, Tensor):
+                told[index] = value
+        lanes = [self._zeros(self.nans.stop, device) if powers is None else powers, told]
+        if self.slots:
+            room = self.slots * replicas.LANES
+            lanes.append(self._zeros(room, device) if proof is None else proof.view(-1))
+        return torch.cat(lanes)
+
+    @staticmethod
+    def _zeros(count: int, device: torch.device) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=device)
 
     def proof(self, payload: Tensor) -> Tensor:
         """View the proof's lanes as ``(slots, replicas.LANES)``."""

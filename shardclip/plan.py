@@ -21,6 +21,9 @@ FUNCTION_LANES = Lanes()
 """The functions plan anew in every call, so that their payload's length is a constant."""
 
 
+_WIDE = frozenset({torch.float64, torch.complex128})
+
+
 @dataclass(frozen=True)
 class Seat:
     """What is settled about one source: where it counts, and how.
@@ -65,7 +68,9 @@ class Plan:
         notices: What to warn of, and about what, once the step is through: a warning may be an
             error, and must not keep this rank from the all-reduce.
         dense: No gradient is sparse.
+        wide: Some gradient is of double precision.
         splits: Some gradient is read in part.
+        build: Makes the kernel.
     """
 
     lanes: Lanes
@@ -75,7 +80,9 @@ class Plan:
     proves: bool = False
     notices: list[tuple[object, str]] = field(default_factory=list)
     dense: bool = True
+    wide: bool = False
     splits: bool = False
+    build: Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel] = kernels.build
 
     _tables: Tables | None = None
 
@@ -105,6 +112,7 @@ class Tables:
         source: For each power lane that is added to, the bucket it takes.
         target: That lane.
         weights: The buckets' factors.
+        direct: The buckets' sums are the power lanes as they are.
         proof: For the tensors that other ranks hold copies of, if there are any.
     """
 
@@ -112,7 +120,22 @@ class Tables:
     source: Tensor
     target: Tensor
     weights: Tensor
+    direct: bool
     proof: replicas.Proof | None
+
+    def powers(self, sums: Tensor, maximum: bool, lanes: Lanes) -> Tensor:
+        """Spread the buckets' sums over the lanes of the powers, and their NaNs under a maximum."""
+        if self.direct:
+            return sums
+        out = sums.new_zeros(lanes.nans.stop)
+        if maximum:
+            found = sums[self.source]
+            held = found.nan_to_num(0.0, torch.inf)
+            out[lanes.powers].scatter_reduce_(0, self.target, held, "amax")
+            out[lanes.nans].scatter_reduce_(0, self.target, found.isnan().double(), "amax")
+        else:
+            out.index_add_(0, self.target, (sums * self.weights)[self.source])
+        return out
 
     @staticmethod
     def of(
@@ -133,8 +156,11 @@ class Tables:
             copies = [copy for copy, _ in held]
             sizes = [compat.numbers_in(w) for _, w in held]
             proof = replicas.Proof(copies, sizes, held[0][1].device)
-        kernel = kernels.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
-        return Tables(kernel, routes[:, 0], routes[:, 1], compat.to_device(weights, device), proof)
+        kernel = plan.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
+        whole = range(plan.lanes.nans.stop)
+        direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in plan.buckets)
+        weights = compat.to_device(weights, device)
+        return Tables(kernel, routes[:, 0], routes[:, 1], weights, direct, proof)
 
 
 @dataclass(frozen=True)
@@ -252,6 +278,7 @@ def make(
         plan.seats.append(Seat(source, index, where, part, copy, found.declared))
     plan.buckets = list(buckets)
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
+    plan.wide = any(g.dtype in _WIDE for _, g in pairs if g is not None)
     plan.splits = any(seat.part != (0, 1) for seat in plan.seats)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
     plan.notices += _uncertain(planner, settled, pairs)
@@ -314,7 +341,9 @@ def problem(name: str, error: Exception) -> tuple[str, str]:
 
 def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Return the seats' local gradients, as they are stored."""
-    return compat.local_tensors([grads[seat.position] for seat in plan.seats])
+    if len(plan.seats) < len(grads):
+        grads = [grads[seat.position] for seat in plan.seats]
+    return compat.local_tensors(grads)
 
 
 def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -322,14 +351,17 @@ def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
     wholes = list(local) if plan.dense else [adapters.values(tensor) for tensor in local]
     if not plan.splits:
         return wholes, wholes
-    parts = []
-    for seat, whole in zip(plan.seats, wholes, strict=True):
-        if seat.part == (0, 1):
-            parts.append(whole)
-        elif seat.part is not None:  # cut in logical order, so that copies of other strides agree
-            start, stop = segment(whole.numel(), *seat.part)
-            parts.append(whole.reshape(-1)[start:stop])
-    return parts, wholes
+    pairs = zip(plan.seats, wholes, strict=True)
+    return [cut(seat, whole) for seat, whole in pairs if seat.part is not None], wholes
+
+
+def cut(seat: Seat, whole: Tensor) -> Tensor:
+    """Return the part of a local tensor that this rank reads."""
+    if seat.part is None or seat.part == (0, 1):
+        return whole
+    # In logical order, so that copies of other strides agree.
+    start, stop = segment(whole.numel(), *seat.part)
+    return whole.reshape(-1)[start:stop]
 
 
 def _uncertain(

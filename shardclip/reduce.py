@@ -61,18 +61,31 @@ def _payload_device(process_group: Any) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def all_reduce(payload: Tensor, world: World, *, maximum: bool = False) -> Tensor:
-    """Combine the ranks' payloads, in place, on the payload's device. One all-reduce.
+class Work:
+    """An all-reduce under way; nothing to wait for where a rank is alone."""
+
+    def __init__(self, work: Any = None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when the payload is combined; on CUDA let the current stream wait for it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def all_reduce(payload: Tensor, world: World, *, maximum: bool = False) -> Work:
+    """Start to combine the ranks' payloads, in place, on the payload's device. One all-reduce.
 
     Args:
         payload: float64 of the same shape on every rank.
         world: Who takes part; nothing happens where a rank is alone.
         maximum: Combine by MAX rather than by SUM.
     """
-    if world.process_group is not None:
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        dist.all_reduce(payload, op, group=world.process_group)
-    return payload
+    if world.process_group is None:
+        return Work()
+    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    return Work(dist.all_reduce(payload, op, group=world.process_group, async_op=True))
 
 
 def gather(value: Any, world: World) -> list[Any]:

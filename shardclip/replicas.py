@@ -122,12 +122,13 @@ class Proof:
         )
         return folded.sum(1)
 
-    def contribute(self, lanes: Tensor, sketches: Tensor) -> None:
-        """Add this rank's copies to the slots' lanes, of shape ``(slots, LANES)``."""
+    def lanes(self, sketches: Tensor, slots: int, device: torch.device) -> Tensor:
+        """Return this rank's part of the proof, ``(slots, LANES)`` float64 on a device."""
+        lanes = torch.zeros(slots, LANES, dtype=torch.float64, device=device)
         scale = sketches.square().sum(1) * self._shares
         rows = torch.cat([sketches * self._factors, scale.unsqueeze(1), self._parts], dim=1)
         self._slots = to_device(self._slots, lanes.device)
-        lanes.index_add_(0, self._slots, to_device(rows, lanes.device))
+        return lanes.index_add_(0, self._slots, to_device(rows, lanes.device))
 
 
 def disagreeing(lanes: Tensor, total: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class ClipResult:
         *,
         keys: Sequence[str] = (),
         sums: Sequence[str] = (),
-        skipped: bool = False,
+        skipped: bool | Tensor = False,
         nonfinite: Sequence[str] | None = None,
     ) -> None:
         """Take what the clipper worked out.
@@ -58,7 +58,7 @@ class ClipResult:
     def _host(self) -> tuple[list[float], list[float], float, list[float]]:
         """Read everything at once: group norms, coefficients, total, and the other lanes."""
         measured, groups = self._measured, self._measured.plan.lanes.groups
-        keys = norm.finish(measured.powers[groups:], measured.p)
+        keys = measured.norms[groups:]
         added = measured.payload[measured.plan.lanes.added]
         parts = [measured.group_norms, self._coefs, measured.total_norm.view(1), keys, added]
         values = torch.cat(parts).tolist()
@@ -82,7 +82,9 @@ class ClipResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether ``nonfinite="skip"`` left the gradients alone; then do not step."""
+        """Whether the gradients were left alone as not finite; then do not step."""
+        if isinstance(self._skipped, Tensor):
+            self._skipped = bool(self._skipped)
         return self._skipped
 
     @property

@@ -100,7 +100,7 @@ def raise_mismatch(measured: Measured, world: World) -> None:
     Raises:
         ReplicaMismatchError: Names the parameters, the ranks and the mend.
     """
-    if not bool(measured.proof[:, -1].any()):
+    if not measured.plan.lanes.slots or not bool(measured.proof[:, -1].any()):
         return  # nobody holds copies
     size = measured.size()
     suspects = replicas.suspicious(measured.proof, size).nonzero().flatten().tolist()
@@ -133,10 +133,10 @@ def _differences(entries: list[_Held], size: float) -> list[str]:
         tensors[entry.copy.slot, entry.copy.ordinal].append(entry)
     lines = []
     for held in tensors.values():
-        rows = torch.zeros(1, replicas.LANES, dtype=torch.float64, device="cpu")
         copies = [replace(entry.copy, slot=0) for entry in held]
-        again = replicas.Proof(copies, [0] * len(copies), rows.device)
-        again.contribute(rows, torch.stack([entry.sketch for entry in held]))
+        here = torch.device("cpu")
+        again = replicas.Proof(copies, [0] * len(copies), here)
+        rows = again.lanes(torch.stack([entry.sketch for entry in held]), 1, here)
         if bool(replicas.disagreeing(rows, on_host(size))):
             lines.append(_describe(held, rows[0]))
     return lines
@@ -197,7 +197,7 @@ def pass_verdict(measured: Measured, world: World) -> Deferred | None:
     """
     if not measured.read:
         return Deferred(measured)
-    flags = measured.flags()
+    flags = measured.flags
     if flags.unread:
         return Deferred(measured)
     if flags.errors:
@@ -247,6 +247,6 @@ class Deferred:
         if self._event is not None:
             self._event.synchronize()  # waiting, never polling: all ranks raise in the same call
         if bool(self._host):
-            if self.measured.flags().errors:
+            if self.measured.flags.errors:
                 raise_problems(self.measured, world)
             raise_mismatch(self.measured, world)

@@ -2,11 +2,13 @@
 
 A row is so short that even its worst case (a large number first, then many small ones that round
 away) stays below 1e-6; the rows are combined in float64. 16-bit gradients go through a float32
-buffer that stays in cache, small tensors are packed. Where float32 cannot hold the squares (beyond
-1e19, below 1e-10), the bucket is summed again in float64: rare, and seen from the result alone.
+buffer that stays in cache, small tensors are packed, neighbours in one storage are read as one.
+Where float32 cannot hold the squares (beyond 1e19, below 1e-10), the bucket is summed again in
+float64: rare, and seen from the result alone.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,19 +22,30 @@ from . import foreach
 _ROW = 256  # elements summed in float32, in at least 16 partial sums
 _BUFFER = 1 << 19  # elements of float32 scratch: 2 MiB, which a core's cache holds about
 _SMALL = 1 << 15  # tensors below this are packed together
+_PATIENCE = 3  # times that tensors side by side may move apart before nobody looks any more
 # float32 squares lose at most 2^-126 an element: below this sum that could be seen.
 _FAINT = 1e-20
 
 
 @dataclass
 class _Run:
-    """Tensors that are summed in one go: a large one, or small ones that can be concatenated."""
+    """Tensors that are summed in one go.
+
+    Attributes:
+        bucket: Where their sum goes.
+        indices: Which tensors; several are small ones, or lie side by side in one storage.
+        numel: Of all together.
+        wide: The dtype that their rows are summed in.
+        offsets: Where each begins, in bytes from the first, if they lie side by side.
+        norms: Of rows: the bucket's, a view.
+    """
 
     bucket: int
+    indices: list[int]
+    numel: int
     wide: torch.dtype
-    indices: list[int] = field(default_factory=list)
-    numel: int = 0
-    norms: Tensor = field(default_factory=lambda: torch.empty(0))  # of rows: the bucket's, a view
+    offsets: list[int] = field(default_factory=list)
+    norms: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def rows(self) -> int:
@@ -45,25 +58,25 @@ class PowerSums:
     def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> None:
         self.each: Tensor | None = None  # small tensors are summed together
         self._buckets: list[list[int]] = [[] for _ in range(count)]
-        self._runs: list[_Run] = []
-        open_runs: dict[object, _Run] = {}
         for index, (tensor, bucket) in enumerate(zip(tensors, buckets, strict=True)):
-            numel = numbers_in(tensor)
-            if not numel:
-                continue
-            self._buckets[bucket].append(index)
-            kind = bucket, tensor.dtype, tensor.dim(), tensor.shape[1:]
-            run = open_runs.get(kind)
-            if numel >= _SMALL or run is None or run.numel >= _BUFFER:
-                run = _Run(bucket, _wide(tensor.dtype))
-                self._runs.append(run)
-                if numel < _SMALL:
-                    open_runs[kind] = run
-            run.indices.append(index)
-            run.numel += numel
+            if tensor.numel():
+                self._buckets[bucket].append(index)
+        self._moved = 0
+        self._arrange(tensors)
+
+    def _arrange(self, tensors: Sequence[Tensor]) -> None:
+        """Work out what is summed in one go, and where the rows' norms go."""
+        self._runs: list[_Run] = []
+        for bucket, held in enumerate(self._buckets):
+            alone = held
+            if self._moved < _PATIENCE:
+                runs, alone = _side_by_side(tensors, held, bucket)
+                self._runs += runs
+            self._runs += _packed(tensors, alone, bucket)
         self._norms = self._lay_out_rows()
         most = max((norms.numel() for held in self._norms for norms in held), default=0)
         self._scratch = torch.empty(most, dtype=torch.float64, device="cpu")
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def _lay_out_rows(self) -> list[list[Tensor]]:
         """Put the rows' norms of each bucket side by side, one tensor for each precision."""
@@ -80,6 +93,9 @@ class PowerSums:
         """Sum tensors like those that this was built for."""
         if p not in (1, 2):
             return self._elementwise(tensors, p)
+        if any(_have_moved(run, tensors) for run in self._runs if run.offsets):
+            self._moved += 1
+            self._arrange(tensors)
         totals = self._squares(tensors) if p == 2 else self._magnitudes(tensors)
         for bucket, total in enumerate(totals):
             if not _FAINT < total < math.inf:
@@ -88,19 +104,52 @@ class PowerSums:
 
     def _squares(self, tensors: Sequence[Tensor]) -> list[float]:
         for run in self._runs:
-            flat = _flatten(_joined([tensors[index] for index in run.indices]), 2)
-            _row_norms(flat, run.norms)
+            self._row_norms(self._flat(run, tensors, 2), run.norms)
         totals = []
         for held in self._norms:
             wide = (self._scratch[: norms.numel()].copy_(norms) for norms in held)
             totals.append(math.fsum(float(norms.dot(norms)) for norms in wide))
         return totals
 
+    def _flat(self, run: _Run, tensors: Sequence[Tensor], p: float) -> Tensor:
+        """View a run's tensors as one dimension; small ones are copied together first."""
+        first = tensors[run.indices[0]]
+        if run.offsets:
+            return first.detach().as_strided((run.numel,), (1,))
+        if len(run.indices) == 1:
+            return _flatten(first, p)
+        held = [tensors[index] for index in run.indices]
+        if first.is_complex() or not first.dim():
+            return _flatten(torch.cat([tensor.reshape(-1) for tensor in held]), p)
+        room = self._buffer(first.dtype, run.numel)  # kept: fresh memory costs more than the copy
+        joined = room.view(-1, *first.shape[1:])
+        return torch.cat(held, out=joined).view(-1)
+
+    def _buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
+        if dtype not in self._buffers or self._buffers[dtype].numel() < numel:
+            self._buffers[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
+        return self._buffers[dtype][:numel]
+
+    def _row_norms(self, flat: Tensor, out: Tensor) -> None:
+        """Write the norm of each row into ``out``; the last row may be shorter."""
+        if flat.dtype not in (torch.float32, torch.float64):
+            rows = _BUFFER // _ROW
+            buffer = self._buffer(torch.float32, min(_BUFFER, flat.numel()))
+            for index, block in enumerate(torch.split(flat, _BUFFER)):
+                wide = buffer[: block.numel()].copy_(block)
+                self._row_norms(wide, out[index * rows : (index + 1) * rows])
+            return
+        full, rest = divmod(flat.numel(), _ROW)
+        if rest:
+            torch.linalg.vector_norm(flat[full * _ROW :], out=out[full])
+            flat, out = flat[: full * _ROW], out[:full]
+        if full:
+            torch.linalg.vector_norm(flat.view(-1, _ROW), dim=1, out=out)
+
     def _magnitudes(self, tensors: Sequence[Tensor]) -> list[float]:
         parts: list[list[float]] = [[] for _ in self._buckets]
         for run in self._runs:
-            flat = _flatten(_joined([tensors[index] for index in run.indices]), 1)
-            for block in _blocks(flat):
+            for block in _blocks(self._flat(run, tensors, 1)):
                 parts[run.bucket].append(float(block.abs().sum(dtype=torch.float64)))
         return [math.fsum(part) for part in parts]
 
@@ -118,10 +167,72 @@ class PowerSums:
         return out
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors)
+def _side_by_side(
+    tensors: Sequence[Tensor], indices: Sequence[int], bucket: int
+) -> tuple[list[_Run], list[int]]:
+    """Find tensors without a gap between them in one storage, as FSDP2 and DDP lay gradients out.
+
+    Returns:
+        A run for each such stretch, and the tensors that lie alone.
+    """
+    storages: dict[object, list[int]] = defaultdict(list)
+    for index in indices:
+        tensor = tensors[index]
+        if tensor.is_contiguous() and not tensor.is_complex():
+            storages[tensor.untyped_storage()._cdata, tensor.dtype].append(index)
+    runs = []
+    for held in storages.values():
+        held.sort(key=lambda index: tensors[index].data_ptr())
+        stretch: list[int] = []
+        end = -1
+        for index in held:
+            begin = tensors[index].data_ptr()
+            if begin != end and stretch:
+                runs.append(stretch)
+                stretch = []
+            stretch.append(index)
+            end = begin + tensors[index].nbytes
+        runs.append(stretch)
+    runs = [stretch for stretch in runs if len(stretch) > 1]
+    taken = {index for stretch in runs for index in stretch}
+    made = [_adjacent(tensors, stretch, bucket) for stretch in runs]
+    return made, [index for index in indices if index not in taken]
+
+
+def _adjacent(tensors: Sequence[Tensor], stretch: list[int], bucket: int) -> _Run:
+    base = tensors[stretch[0]].data_ptr()
+    offsets = [tensors[index].data_ptr() - base for index in stretch]
+    numel = sum(tensors[index].numel() for index in stretch)
+    return _Run(bucket, stretch, numel, _wide(tensors[stretch[0]].dtype), offsets)
+
+
+def _have_moved(run: _Run, tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors that lay side by side no longer do: gradients are new in every step."""
+    first = tensors[run.indices[0]]
+    base = first.data_ptr()
+    if [tensors[index].data_ptr() - base for index in run.indices] != run.offsets:
+        return True
+    room = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
+    return room < run.numel * first.itemsize or not first.is_contiguous()
+
+
+def _packed(tensors: Sequence[Tensor], indices: Sequence[int], bucket: int) -> list[_Run]:
+    """Put small tensors together that can be concatenated; a large one goes alone."""
+    runs = []
+    open_runs: dict[object, _Run] = {}
+    for index in indices:
+        tensor = tensors[index]
+        numel = numbers_in(tensor)
+        kind = tensor.dtype, tensor.dim(), tensor.shape[1:]
+        run = open_runs.get(kind)
+        if numel >= _SMALL or run is None or run.numel >= _BUFFER:
+            run = _Run(bucket, [], 0, _wide(tensor.dtype))
+            runs.append(run)
+            if numel < _SMALL:
+                open_runs[kind] = run
+        run.indices.append(index)
+        run.numel += numel
+    return runs
 
 
 def _flatten(tensor: Tensor, p: float) -> Tensor:
@@ -147,21 +258,6 @@ def _blocks(flat: Tensor) -> Iterator[Tensor]:
     buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=torch.float32, device="cpu")
     for block in torch.split(flat, _BUFFER):
         yield buffer[: block.numel()].copy_(block)
-
-
-def _row_norms(flat: Tensor, out: Tensor) -> None:
-    """Write the norm of each row into ``out``; the last row may be shorter."""
-    if flat.dtype not in (torch.float32, torch.float64):
-        rows = _BUFFER // _ROW
-        for index, block in enumerate(_blocks(flat)):
-            _row_norms(block, out[index * rows : (index + 1) * rows])
-        return
-    full, rest = divmod(flat.numel(), _ROW)
-    if rest:
-        torch.linalg.vector_norm(flat[full * _ROW :], out=out[full])
-        flat, out = flat[: full * _ROW], out[:full]
-    if full:
-        torch.linalg.vector_norm(flat.view(-1, _ROW), dim=1, out=out)
 
 
 def _wide_sum(tensors: list[Tensor], p: float) -> float:

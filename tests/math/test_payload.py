@@ -21,7 +21,7 @@ def test_flags_add_up(ranks):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_an_error_is_seen_on_the_device(ranks, wrong):
     lanes = Lanes(slots=0, ranks=ranks)
-    payload = lanes.empty(torch.device("cpu"))
+    payload = lanes.pack(torch.device("cpu"), None, Flags())
     said = [Flags(1, 1, 1, 0)] * (max(ranks, 1) - 1) + [Flags(1, 1, 1, int(wrong))]
     for flags in set(said):
         payload[lanes.flags] += torch.tensor(lanes.say(flags)).double() * said.count(flags)
