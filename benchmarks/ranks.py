@@ -61,7 +61,8 @@ class Measurement:
         counts: What a call did: largest over the ranks.
         building: Collectives for what is built before the first call.
         reading: Collectives more for reading the norm that the call returned.
-        host_syncs: Values that the host reads where reading is not free, as on a device.
+        host_syncs: Values that the host reads where reading is not free, as on a device; None where
+            that path cannot be taken on CPU.
         norm_error: Of the norm, relative to the float64 norm of the whole.
         bytes: Of a rank's gradients, largest over the ranks.
         seconds: Every timed call.
@@ -76,7 +77,7 @@ class Measurement:
     counts: Counts
     building: int
     reading: int
-    host_syncs: int
+    host_syncs: int | None
     norm_error: float
     bytes: int
     seconds: list[float] = field(default_factory=list)
@@ -221,10 +222,12 @@ def _count(step: str, contender: Contender, gradients: Gradients, times: Times) 
     counts, value, reading = _counted(clipping, step, gradients)
     if contender in OURS:
         _check_scaling(contender, gradients, step)
-    host_syncs = counts.host_reads
-    if contender in OURS and step != FIRST:
+    host_syncs: int | None = counts.host_reads
+    if contender in OURS:
         with as_on_a_device():
             host_syncs = _counted(contender.make(gradients), step, gradients)[0].host_reads
+    if contender in OURS and contender.does == "step":
+        host_syncs = None  # a fused step on CPU reads, which is free there alone
     return Measurement(
         case=gradients.case.name,
         step=step,

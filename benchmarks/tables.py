@@ -20,7 +20,8 @@ def of_cases(made: Sequence[Row]) -> str:
 def _case(made: Sequence[Row]) -> str:
     measured = [row for row in made if row["kind"] == "clip"]
     head = measured[0]
-    lines = [f"{head['case']}: {head['text']}, {head['bytes'] / 2**20:.3g} MiB a rank"]
+    text = f"{head['case']}: {head['text']}, {head['bytes'] / 2**20:.3g} MiB a rank"
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent="  ")
     lines += [*_times(measured), "", *_counts(measured)]
     return "\n".join(lines + absences(made))
 
@@ -77,11 +78,11 @@ def _hidden(row: Row | None) -> list[str]:
 
 
 def _counts(made: Sequence[Row]) -> list[str]:
-    """Tell what a call does; bytes in units of the bytes of this rank's gradients."""
+    """Tell what a call does; bytes in units of those of this rank's gradients."""
     lines = [
-        f"{'':<{_NAME}}{'all-':>8}{'bytes / gradients, usual, clipped':^35}{'host':>5}",
-        f"{'':<{_NAME}}{'reduces':>8}{'read':>9}{'read':>8}{'written':>9}{'written':>9}"
-        f"{'syncs':>5}{'error':>7}",
+        f"{'':<{_NAME}}{'all-':>7}{'bytes read':>17}{'bytes written':>18}{'host':>6}",
+        f"{'':<{_NAME}}{'reduces':>7}{'usual':>9}{'clipped':>8}{'usual':>9}{'clipped':>9}"
+        f"{'syncs':>6}{'error':>7}",
         "-" * WIDTH,
     ]
     for name, steps in _rows_by_contender(made).items():
@@ -90,9 +91,10 @@ def _counts(made: Sequence[Row]) -> list[str]:
             continue
         cells = f"{_share(usual, 'read'):>9}{_share(clipped, 'read'):>8}"
         cells += f"{_share(usual, 'written'):>9}{_share(clipped, 'written'):>9}"
+        syncs = "-" if usual["host_syncs"] is None else usual["host_syncs"]
         lines.append(
-            f"{name:<{_NAME}}{usual['counts']['all_reduces']:>8}{cells}"
-            f"{usual['host_syncs']:>5}{usual['norm_error']:>7.0e}"
+            f"{name:<{_NAME}}{usual['counts']['all_reduces']:>7}{cells}"
+            f"{syncs:>6}{usual['norm_error']:>7.0e}"
         )
     return lines
 
