@@ -13,8 +13,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from . import cases, records, tables, targets
 from .cases import Case
-from .measuring import Plan, measure, rounds_of, together
+from .measuring import Found, Plan, measure, rounds_of, together
 from .ranks import Settings
+from .shapes import SHAPES
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -29,7 +30,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     chosen.add_argument("--targets", action="store_true", help="what is to be reached, and is")
     chosen.add_argument("--all", action="store_true", help="everything: hours")
     chosen.add_argument("--list", action="store_true", help="show the words of a case, and stop")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a smoke test")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: a smoke test of each layout"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="fresh sets of processes [3]")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls in a round [7]")
     parser.add_argument("--threads", type=int, default=1, help="of each rank [1]")
@@ -73,10 +76,12 @@ def _chosen(args: argparse.Namespace) -> list[Case]:
     if args.case:
         return list(dict.fromkeys(args.case))
     names = cases.TARGETED if args.targets else cases.ALL if args.all else cases.DEFAULT
+    if names is cases.DEFAULT and args.quick:
+        names = cases.QUICK
     return [cases.parse(name) for name in dict.fromkeys(names)]
 
 
-def _measure(chosen: list[Case], plan: Plan) -> "records.Found":
+def _measure(chosen: list[Case], plan: Plan) -> Found:
     """Measure with a bar where stderr is a terminal, else with a line for each case."""
     total = sum(len(group) * rounds_of(group, plan) for group in together(chosen))
     bar = tqdm(total=total, disable=not sys.stderr.isatty(), ncols=79, leave=False)
@@ -99,7 +104,7 @@ def _words() -> str:
     lines = ["layouts:"]
     lines += [f"  {name:<14}{text}" for name, text in cases.LAYOUTS.items()]
     lines += ["shapes:"]
-    lines += [f"  {name:<14}{shapes.text}" for name, shapes in cases.SHAPES.items()]
+    lines += [f"  {name:<14}{shapes.text}" for name, shapes in SHAPES.items()]
     lines += [f"dtypes: {', '.join(cases.DTYPES)}", "without options:"]
     return "\n".join(lines + [f"  {name}" for name in cases.DEFAULT])
 

@@ -89,6 +89,18 @@ def _usual_ranks(layout: str) -> int:
     return 1 if layout == "plain" else _RANKS
 
 
+QUICK = (
+    "fsdp2/layers",
+    "hsdp/layers",
+    "ddp/layers",
+    "fsdp1/layers",
+    "fsdp-tp/gpt2-small",
+    "two-meshes/llama-stack",
+    "plain/layers",
+    "plain/one-64Mi/bf16",
+)
+"""Every layout once, for a smoke test."""
+
 TARGETED = (
     "fsdp2/layers",
     "hsdp/layers",

@@ -66,11 +66,11 @@ def counting(gradients: Iterable[Tensor] = ()) -> Iterator[Counts]:
         yield counts
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds every operator to the counts."""
 
     def __init__(self, counts: Counts, gradients: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
         self.gradients = {_storage(tensor) for tensor in gradients}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardclip
@@ -226,7 +227,7 @@ def _skipping(device: torch.device) -> str:
     _backward(model, device)
     before = [one.detach().clone() for one in model.parameters()]
     first = next(model.parameters())
-    _grads([first])[0].view(-1)[0] = math.nan  # type: ignore[list-item]
+    _grads([first])[0].view(-1)[0] = math.nan
     result = clipper.step(optimizer)
     _expect(bool(result.skipped), "it is not said to be skipped")
     after = list(model.parameters())
@@ -272,7 +273,7 @@ def _graph(device: torch.device) -> str:
     tensors = tensors_of(device, torch.float32)
     parameters, right = parameters_of(tensors), exact(tensors)
     clipper = GradClipper(parameters, right / 2)
-    stream: Any = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -384,11 +385,11 @@ def _on_this_path(device: torch.device) -> Any:
 
 @_check("FSDP2 on this device, in a group of its own")
 def _fsdp2(device: torch.device) -> str:
-    store = dist.HashStore()
+    store: Any = torch._C._distributed_c10d.HashStore()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        mesh = dist.init_device_mesh(device.type, (1,))
+        mesh = init_device_mesh(device.type, (1,))
         model = _model(device)
         twin = _model(device)
         fully_shard(model, mesh=mesh)

@@ -139,7 +139,7 @@ def true_norm(tensors: Sequence[Tensor], copies: Sequence[int]) -> float:
     """Return the float64 norm of all ranks' tensors, each divided among those that hold it."""
     squares = torch.zeros((), dtype=torch.float64)
     for tensor, holders in zip(tensors, copies, strict=True):
-        for part in tensor.reshape(-1).split(1 << 22):
+        for part in torch.split(tensor.reshape(-1), 1 << 22):
             squares += part.double().square().sum() / holders
     if dist.is_initialized():
         dist.all_reduce(squares)

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 _OURS = ("#1f6fb4", "#0b2545", "#2a9d8f", "#7a5195", "#58508d", "#4c956c")
 _THEIRS = ("#c44e52", "#e07b39", "#b08900", "#8c564b")  # apart in grey too
 _MARKS = "osv^D<>P"
-_SHOWN = ("torch clip_grad_norm_", "FSDP1 clip_grad_norm_", "accelerate", "torchtitan")
-_SHOWN += ("shardclip.clip_grad_norm_", "GradClipper.clip_", "GradClipper(overlap=True)")
+_SHOWN = (
+    "torch clip_grad_norm_",
+    "FSDP1 clip_grad_norm_",
+    "accelerate",
+    "torchtitan",
+    "shardclip.clip_grad_norm_",
+    "GradClipper.clip_",
+    "GradClipper(overlap=True)",
+)
 
 Points = dict[str, list[tuple[float, list[float]]]]
 """Contender -> positions, each with lower quartile, median and upper quartile."""
@@ -49,6 +56,7 @@ def draw(made: Sequence[Row], folder: Path) -> dict[str, Path]:
     for question, (name, make) in pictures.items():
         figure = make()
         if figure is not None:
+            _legend(figure)
             figure.savefig(folder / name, dpi=110, metadata={"Software": None})
             drawn[question] = folder / name
     return drawn
@@ -62,6 +70,12 @@ def _figure(columns: int = 1) -> tuple["Figure", list["Axes"]]:
     )
     plt.close(figure)  # it is saved, never shown
     return figure, list(axes[0])
+
+
+def _legend(figure: "Figure") -> None:
+    """Name the curves below all panels, where none runs into it."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -89,14 +103,12 @@ def _lines(axes: "Axes", points: Points) -> None:
         axes.errorbar(at, middle, yerr=[below, above], label=name, capsize=3, **_style(name))
 
 
-def _finish(axes: "Axes", title: str, across: str, up: str, *, legend: bool = True) -> None:
+def _finish(axes: "Axes", title: str, across: str, up: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if legend:
-        axes.legend(fontsize=8, frameon=False)
 
 
 def _against_ranks(rows: Sequence[Row]) -> "Figure | None":
@@ -110,7 +122,7 @@ def _against_ranks(rows: Sequence[Row]) -> "Figure | None":
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(bottom=0)
         title = f"FSDP2, 24 x (1024 x 1024), {step} step"
-        _finish(axes, title, "ranks", "ms, maximum over ranks", legend=step == USUAL)
+        _finish(axes, title, "ranks", "ms, maximum over ranks")
     return figure
 
 
@@ -130,7 +142,7 @@ def _against_parameters(rows: Sequence[Row]) -> "Figure | None":
         axes.set_yscale("log")
         what = "usual step" if step == USUAL else "first call"
         title = f"FSDP2 on 4 ranks, (64 x 64) each, {what}"
-        _finish(axes, title, "parameters", "ms", legend=step == USUAL)
+        _finish(axes, title, "parameters", "ms")
     return figure
 
 
@@ -164,7 +176,7 @@ def _bytes(rows: Sequence[Row]) -> "Figure | None":
                 )
         axes.set_xticks(range(len(layouts)), layouts, fontsize=8, rotation=20)
         title = f"24 x (1024 x 1024), {step} step: read (dark), written (light)"
-        _finish(axes, title, "layout", "bytes / bytes of gradients", legend=step == USUAL)
+        _finish(axes, title, "layout", "bytes / bytes of gradients")
     return figure
 
 
