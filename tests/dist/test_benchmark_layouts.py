@@ -50,7 +50,10 @@ def same(grad, expected):
 def storage(grads):
     """Who shares memory with whom, and at which offsets."""
     pointers = [grad._local_tensor.untyped_storage().data_ptr() for grad in grads]
-    return [(pointers.index(p), g._local_tensor.storage_offset()) for p, g in zip(pointers, grads)]
+    return [
+        (pointers.index(p), g._local_tensor.storage_offset())
+        for p, g in zip(pointers, grads, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("layout, mesh", [("fsdp2", (4,)), ("hsdp", (2, 2))])
