@@ -98,7 +98,7 @@ def test_the_gpu_script_runs_dry(tmp_path):
     assert [row["name"] for row in checks if row["passed"] is False] == []
     assert sum(row["passed"] is True for row in checks) >= 9
     assert {row["what"] for row in rows if row["kind"] == "gpu time"} == {
-        "norm", "usual", "clipped", "step",
+        "norm", "function", "usual", "clipped", "step",
     }  # fmt: skip
     report_text = report.report(report.latest(rows), {})
     assert "No record from a GPU yet" in report_text  # a dry run is none
