@@ -33,7 +33,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes: a smoke test of each layout"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="fresh sets of processes [3]")
+    parser.add_argument(
+        "--rounds", type=int, help="fresh sets of processes [3 for --targets and --case, else 1]"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="timed calls in a round [7]")
     parser.add_argument("--threads", type=int, default=1, help="of each rank [1]")
     parser.add_argument("--seed", type=int, default=0)
@@ -56,7 +58,7 @@ def main() -> None:
         return
     chosen = _chosen(args)
     settings = Settings(args.repeats, args.seed, args.threads)
-    plan = Plan(args.rounds, settings)
+    plan = Plan(args.rounds or (3 if args.targets or args.case else 1), settings)
     if args.quick:
         chosen = [cases.quick(case) for case in chosen]
         plan = Plan(1, Settings(2, args.seed, args.threads))
