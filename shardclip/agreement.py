@@ -4,12 +4,13 @@ import hashlib
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from . import reduce, verdict
+from ._version import __version__
 from .gradients import Source
 from .plan import Planner, problem
 from .world import World
@@ -25,6 +26,7 @@ class Settings:
     nonfinite: str
     norms: str | None
     also: tuple[str, ...]
+    version: str = __version__
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def reach(
         [(rank, wrong) for rank, (_, wrong, _, _) in zip(planner.world.ranks, told, strict=True)]
     )
     distinct = _distinct(told, planner.world.ranks)
-    _raise_unlike([(value[2], ranks) for value, ranks in distinct])
+    verdict.raise_unlike([(asdict(value[2]), ranks) for value, ranks in distinct])
     everything = [entry for value, _ in distinct for entry in value[0] if entry.held]
     first = {entry.identity: entry for entry in reversed(everything)}
     known = {entry.identity: first[entry.identity] for entry in everything}
@@ -198,20 +200,6 @@ def reach(
         [index[names[entry.identity]] if entry.held else 0 for entry in mine],
         _tied(known.values()),
     )
-
-
-def _raise_unlike(settings: Sequence[tuple[Settings, list[int]]]) -> None:
-    """Raise on every rank if any two ranks' settings differ."""
-    for name in (field.name for field in fields(Settings)):
-        values: dict[Any, list[int]] = {}
-        for told, ranks in settings:
-            values.setdefault(getattr(told, name), []).extend(ranks)
-        if len(values) > 1:
-            said = "; ".join(
-                f"{value!r} on rank {', '.join(map(str, sorted(ranks)[:8]))}"
-                for value, ranks in values.items()
-            )
-            raise ValueError(f"{name}= differs between ranks: {said}. Give all ranks the same")
 
 
 def _names(entries: Iterable[_Described], norms: str | None) -> dict[_Identity, str]:

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from . import (
-    adapters,
     agreement,
     compat,
     gradients,
@@ -23,14 +21,13 @@ from . import (
 )
 from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
+from .collect import Collector
 from .gradients import Layout
 from .measure import Measured, start
 from .notices import warn_once
-from .overlap import Overlap
 from .param_groups import grouped
 from .payload import Lanes
 from .pending import Begun, Judged, Pending
-from .plan import Plan
 from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
@@ -112,36 +109,33 @@ class GradClipper:
         self._skips: int | Tensor = 0
         self._under_way = False
         self._world = reduce.resolve(group)
-        self._read = adapters.read_grad if grad is None else grad
-        self._planner = plan.Planner(self._world, layout)
-        self._plan: Plan | None = None
-        self._signature: list[object] = []
+        planner = plan.Planner(self._world, layout)
         self._deferred: verdict.Deferred | None = None
-        self.param_groups, self._sources, problems = grouped(parameters, self._world)
+        self.param_groups, sources, problems = grouped(parameters, self._world)
         if not problems:
             self._limits()  # raises for a wrong max_norm
         self._agreed = agreement.reach(
-            self._sources,
-            self._planner,
+            sources,
+            planner,
             agreement.Settings(self.norm_type, self.nonfinite, norms, self.also),
             [group.get("max_norm", "default") for group in self.param_groups],
             problems,
         )
         for missing in self._agreed.limits[len(self.param_groups) :]:  # another rank has more
             self.param_groups.append({} if missing == "default" else {"max_norm": missing})
-        # Where gradients are found without a question, no function is called for each.
-        direct = grad is None and all(source.span is None for source in self._sources)
-        self._bare = [source.parameter for source in self._sources] if direct else []
-        self._lanes = Lanes(
+        lanes = Lanes(
             len(self.param_groups),
             len(self._agreed.keys),
             0 if norm.is_maximum(self.norm_type) else self._agreed.slots,
             len(self.also),
             0 if norm.is_maximum(self.norm_type) else self._world.size,
+            checks=True,
         )
-        self._overlap = Overlap(self._sources, self.norm_type, self._world) if overlap else None
-        gradients.notice_if_used_up(parameters, self._sources)
-        seen = [] if self._overlap is None else self._overlap.notices
+        self._collector = Collector(
+            sources, planner, self._agreed, lanes, self.norm_type, self.also, grad, overlap
+        )
+        gradients.notice_if_used_up(parameters, sources)
+        seen = [] if self._collector.overlap is None else self._collector.overlap.notices
         for message in [*self._agreed.notices, *seen]:
             warn_once(self, message)
 
@@ -244,7 +238,7 @@ class GradClipper:
             As ``clip_``.
         """
         stepped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        groups = self._group_of()
+        groups = self._collector.group_of()
         into = {id(one): optimizers.factor_group(one, groups) for one in stepped}
         begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
         judged = self._judge(begun)
@@ -284,18 +278,24 @@ class GradClipper:
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
             settled.settle(self._world)
-        grads, made, fresh, added, unit = self._prepared(also, scaler, stepped)
+        found = self._collector.collect(also, scaler, stepped)
+        strict, skip = self.nonfinite == "raise", self.nonfinite == "skip"
         started = start(
-            made,
-            grads,
+            found.plan,
+            found.grads,
             self.norm_type,
             self._world,
-            strict=self.nonfinite == "raise",
-            reads=fresh or self.nonfinite == "raise" or (self.nonfinite == "skip" and reads),
-            added=added,
+            strict=strict,
+            reads=found.fresh or strict or (skip and reads),
+            added=found.added,
+            settings={
+                "max_norm": limits,
+                "nonfinite": self.nonfinite,
+                "grad_scaler": scaler is not None,
+            },
         )
         self._under_way = True
-        return Begun(started, made, fresh, limits, scaler, stepped, unit)
+        return Begun(started, found, limits, scaler, stepped)
 
     def _finish(self, begun: Begun) -> ClipResult:
         judged = self._judge(begun)
@@ -308,9 +308,9 @@ class GradClipper:
     def _judge(self, begun: Begun) -> Judged:
         """Conclude on all ranks alike; raise what is wrong before anything is touched."""
         self._under_way = False
-        measured = begun.started.finish(begun.unit)
+        measured = begun.started.finish(begun.found.unit)
         self._deferred = verdict.pass_verdict(measured, self._world)
-        for about, message in begun.plan.notices if begun.fresh else ():
+        for about, message in begun.found.plan.notices if begun.found.fresh else ():
             warn_once(about, message)
         failed = None
         if self._deferred is not None:
@@ -321,7 +321,8 @@ class GradClipper:
         coefs = self._coefs(measured, begun.limits)
         if failed is not None:
             coefs = torch.where(failed, 1.0, coefs)
-        factors = coefs if begun.unit is None else coefs * begun.unit.to(coefs.device)
+        unit = begun.found.unit
+        factors = coefs if unit is None else coefs * unit.to(coefs.device)
         if begun.scaler is None and self.nonfinite != "skip":
             names = self._names(measured)
             return Judged(measured, coefs, factors, failed, False, names)
@@ -362,91 +363,10 @@ class GradClipper:
         """How many steps were skipped; on CUDA a host sync."""
         return int(self._skips)
 
-    def _group_of(self) -> dict[int, int]:
-        """By ``id`` of the parameter, the group that its ``.grad`` belongs to as a whole."""
-        if self._read is not adapters.read_grad:
-            return {}
-        groups: dict[int, set[int]] = {}
-        for source in self._sources:
-            groups.setdefault(id(source.parameter), set()).add(source.group)
-        return {key: held.pop() for key, held in groups.items() if len(held) == 1}
-
-    def _gradients(self) -> list[Tensor | None]:
-        if self._bare:
-            return [parameter.grad for parameter in self._bare]
-        return [gradients.gradient(source, self._read) for source in self._sources]
-
     def _limits(self) -> list[float | None]:
         """Return each group's threshold as it is now."""
         own = [group.get("max_norm", self.max_norm) for group in self.param_groups]
         return [None if limit is None else norm.check_max_norm(limit) for limit in own]
-
-    def _prepared(
-        self,
-        also: Mapping[str, float | Tensor] | None,
-        scaler: GradScaler | None,
-        stepped: Sequence[Optimizer],
-    ) -> tuple[list[Tensor | None], Plan, bool, list[float | Tensor], Tensor | None]:
-        """Return the gradients, their plan, whether it is new, the caller's numbers, and the unit.
-
-        Whatever goes wrong here on one rank is a problem of the plan: this rank still joins the
-        all-reduce, and then all ranks raise.
-        """
-        try:
-            added = self._added(also)
-            grads = self._gradients()
-            unit = None if scaler is None else self._unit(scaler, stepped, grads)
-            made, fresh = self._planned(grads)
-        except Exception as error:  # a user's grad= may raise anything
-            failed = Plan(self._lanes, problems=[plan.problem("GradClipper.clip_", error)])
-            return [], failed, True, [], None
-        return grads, made, fresh, added, unit
-
-    def _unit(
-        self, scaler: GradScaler, stepped: Sequence[Optimizer], grads: Sequence[Tensor | None]
-    ) -> Tensor:
-        """Return the inverse of the loss scale that the gradients still have in them."""
-        pairs = zip(self._sources, grads, strict=True)
-        held = {id(source.parameter): source.name for source, grad in pairs if grad is not None}
-        loss_scaling.check_members(stepped, held)
-        device = self._world.device or next((g.device for g in grads if g is not None), None)
-        return loss_scaling.inverse_scale(scaler, stepped, device or torch.device("cpu"))
-
-    def _added(self, also: Mapping[str, float | Tensor] | None) -> list[float | Tensor]:
-        given = {name: value for name, value in (also or {}).items() if value is not None}
-        unknown = sorted(set(given) - set(self.also))
-        if unknown:
-            raise ValueError(
-                f"also: {', '.join(unknown)} was not declared; give also={(*self.also, *unknown)} "
-                "when the GradClipper is built"
-            )
-        for name, value in given.items():
-            if isinstance(value, Tensor) and value.dim():
-                raise ValueError(f"also[{name!r}] has shape {tuple(value.shape)}; give one number")
-        values = [given.get(name, 0.0) for name in self.also]
-        return [
-            compat.local_tensor(v).detach() if isinstance(v, Tensor) else float(v) for v in values
-        ]
-
-    def _planned(self, grads: Sequence[Tensor | None]) -> tuple[Plan, bool]:
-        """Return the plan for these gradients, made anew only if their set has changed."""
-        signature = compat.signatures(grads)
-        if self._plan is not None and signature == self._signature:
-            self._signature = signature  # often the same objects again, which compare faster
-            return self._plan, False
-        made = plan.make(
-            self._planner,
-            list(zip(self._sources, grads, strict=True)),
-            self._lanes,
-            self._agreed.key_of if self._agreed.keys else None,
-            self._agreed.numbers,
-            maximum=norm.is_maximum(self.norm_type),
-        )
-        self._plan = None if made.problems else made
-        if self._overlap is not None and self._plan is not None:
-            self._overlap.follow(self._plan)
-        self._signature = signature
-        return made, True
 
     def _coefs(self, measured: Measured, limits: Sequence[float | None]) -> Tensor:
         """Return each group's coefficient; of groups that are left alone, 1."""

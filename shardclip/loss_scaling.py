@@ -18,20 +18,23 @@ from . import compat, optimizers
 _STAGES: Any = getattr(torch.amp.grad_scaler, "OptState", None)
 
 
-def resolve(scaler: object, stepped: Sequence[Optimizer]) -> GradScaler | None:
+def resolve(
+    scaler: object, stepped: Sequence[Optimizer], norm_type: float = 2.0
+) -> GradScaler | None:
     """Check a scaler and its optimizers before a step, alike on all ranks.
 
     Args:
         scaler: A ``torch.amp.GradScaler``, or one that shares its state, such as FSDP1's
             ``ShardedGradScaler``; or None.
         stepped: The optimizers whose gradients it has scaled.
+        norm_type: The norm by which an overflow is to be seen.
 
     Returns:
         The scaler; None where there is none, or it is disabled and so leaves everything as it is.
 
     Raises:
         TypeError: It is no GradScaler.
-        ValueError: There is no optimizer.
+        ValueError: There is no optimizer, or the norm counts an infinity like any number.
         RuntimeError: An optimizer has already stepped since the last ``update()``, only some have
             been unscaled, or this version of torch keeps its state in a way that is not known.
     """
@@ -46,6 +49,12 @@ def resolve(scaler: object, stepped: Sequence[Optimizer]) -> GradScaler | None:
         return None
     if not stepped:
         raise ValueError("grad_scaler= needs the optimizers whose gradients it has scaled")
+    if norm_type == 0:
+        raise ValueError(
+            "grad_scaler= sees an overflow by the norm, and norm_type=0 counts an infinity like "
+            "any number; choose another norm_type, or call grad_scaler.unscale_(optimizer) before "
+            "clipping and grad_scaler.step(optimizer) after"
+        )
     stages = [_state(scaler, optimizer)["stage"] for optimizer in stepped]
     if _STAGES.STEPPED in stages:
         raise RuntimeError(

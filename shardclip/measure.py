@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, norm, reduce, replicas
+from . import adapters, compat, fingerprints, norm, reduce, replicas
 from .payload import Flags
 from .plan import Plan, locals_of, readings
 from .world import World
@@ -34,6 +34,7 @@ class Measured:
         each: The kernel's sum for each tensor, where it makes one.
         home: The device that the payload travelled on.
         unit: What the gradients are still to be multiplied by, where they are.
+        settings: What all ranks should have alike in this step.
     """
 
     payload: Tensor
@@ -49,6 +50,7 @@ class Measured:
     each: Tensor | None = None
     home: torch.device = field(default_factory=lambda: torch.device("cpu"))
     unit: Tensor | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def targets(self, group: int, apart: frozenset[int] = frozenset()) -> list[Tensor]:
         """List what is scaled in place for a param group, but for parameters set apart by `id`."""
@@ -82,7 +84,7 @@ class Measured:
     def flags(self) -> Flags:
         """Read the ranks' flags; a host sync where the payload is not on CPU."""
         lanes = self.plan.lanes
-        return lanes.heard(self.payload[lanes.flags].tolist())
+        return lanes.heard(self.payload)
 
     def kept(self) -> list[bool]:
         """Tell for all that was read, from the kernel's sums of this step, what was not finite."""
@@ -107,6 +109,7 @@ class Started:
     wholes: list[Tensor]
     sketches: Tensor | None
     read: bool
+    settings: Mapping[str, object]
 
     @torch.no_grad()
     def finish(self, unit: Tensor | None = None) -> Measured:
@@ -121,6 +124,7 @@ class Started:
         payload = self.payload.cpu() if self.read else self.payload  # the sync of a step that reads
         found = conclude(self.plan, payload, self.p, self.local, self.wholes, self.sketches, unit)
         found.read, found.each, found.home = self.read, self.plan.each(), home
+        found.settings = self.settings
         return found
 
 
@@ -141,6 +145,7 @@ def start(
     strict: bool = False,
     reads: bool = False,
     added: Sequence[float | Tensor] = (),
+    settings: Mapping[str, object] | None = None,
 ) -> Started:
     """Sum what this rank owns and start to combine it with the other ranks': one all-reduce.
 
@@ -152,15 +157,19 @@ def start(
         strict: Ask for an error where the norm is not finite.
         reads: This rank will read the lanes in this step, even if that costs a host sync.
         added: Numbers to be summed over the ranks.
+        settings: What all ranks should have alike, by name; compared where the lanes do so.
     """
     local = locals_of(plan, grads)
     parts, wholes = readings(plan, local)
     device = world.device or (parts[0].device if parts else torch.device("cpu"))
     reads = reads or reads_are_free(device)
-    flags = Flags(bool(plan.seats), strict, not reads, bool(plan.problems))
+    settings = settings or {}
+    number = fingerprints.of(*settings.items())
+    checked = plan.lanes.settings(number, world) if plan.lanes.checks else {}
+    flags = Flags(bool(plan.seats), strict, not reads, bool(plan.problems), **checked)
     payload, sketches = fill(plan, parts, wholes, p, device, flags, added)
     work = reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
-    return Started(plan, payload, work, p, local, wholes, sketches, reads)
+    return Started(plan, payload, work, p, local, wholes, sketches, reads, settings)
 
 
 def reads_are_free(device: torch.device) -> bool:

@@ -5,7 +5,7 @@ nothing where ``optimizer.found_inf`` is 1: the contract that ``torch.amp.GradSc
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,14 +52,30 @@ def factor_group(optimizer: Optimizer, group_of: Mapping[int, int]) -> int | Non
         return None
     if not all(group["fused"] for group in optimizer.param_groups):
         return None
+    seen = {  # one gradient of each kind: this runs for every parameter in every step
+        (group_of.get(id(p)), grad.device, grad.dtype, type(grad), grad.layout): grad
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if (grad := p.grad) is not None
+    }
+    if len({kind[:2] for kind in seen}) != 1 or not all(map(_is_ordinary, seen.values())):
+        return None
     if _has_no_rule(optimizer) or _lacks_momentum(optimizer):
         return None
-    held = _with_gradients(optimizer)
-    grads = compat.local_tensors([p.grad for p in held])
-    if not all(compat.is_plain(g) and compat.is_strided(g) and g.dtype in _DTYPES for g in grads):
-        return None
-    groups = {(group_of.get(id(p)), g.device) for p, g in zip(held, grads, strict=True)}
-    return groups.pop()[0] if len(groups) == 1 else None
+    return next(iter(seen))[0]
+
+
+def factor_groups(
+    stepped: Sequence[Optimizer], group_of: Mapping[int, int]
+) -> dict[int, int | None]:
+    """Find them for optimizers that step one after the other, by ``id`` of the optimizer.
+
+    A parameter that two of them hold would be scaled by both: then none takes the factor.
+    """
+    held = [id(p) for one in stepped for group in one.param_groups for p in group["params"]]
+    if len(set(held)) < len(held):
+        return dict.fromkeys(map(id, stepped))
+    return {id(one): factor_group(one, group_of) for one in stepped}
 
 
 def step_scaled(optimizer: Optimizer, coef: Tensor, found_inf: Tensor | None = None) -> None:
@@ -140,6 +156,11 @@ def unfused(optimizer: Optimizer, applies: bool = True) -> Iterator[None]:
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
     groups = optimizer.param_groups
     return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
+def _is_ordinary(grad: Tensor) -> bool:
+    local = compat.local_tensor(grad)
+    return compat.is_plain(local) and compat.is_strided(local) and local.dtype in _DTYPES
 
 
 def _is_watched(optimizer: Optimizer) -> bool:

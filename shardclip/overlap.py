@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,21 +39,23 @@ class _Early:
     """One gradient's sum.
 
     Attributes:
-        local: The local gradient; its address means something only while it lives.
-        address: Of what was read of it.
-        version: Of the gradient then.
+        grad: The gradient, which must not outlive its step.
+        version: What it was then.
         power_sum: float64 of shape ``(1,)``, on the gradient's device.
     """
 
-    local: weakref.ref[Tensor]
-    address: int
-    version: int
+    grad: weakref.ref[Tensor]
+    version: tuple[int, int]
     power_sum: Tensor
 
-    def is_of(self, part: Tensor) -> bool:
-        """Whether it is the sum of this part as it is now."""
-        alive = self.local() is not None
-        return alive and part.data_ptr() == self.address and part._version == self.version
+    def is_of(self, grad: Tensor | None) -> bool:
+        """Whether it is the sum of this gradient as it is now."""
+        return grad is not None and grad is self.grad() and _version(grad) == self.version
+
+
+def _version(grad: Tensor) -> tuple[int, int]:
+    """Tell what has been changed in place: through a DTensor, or in its local part."""
+    return grad._version, compat.local_tensor(grad)._version
 
 
 class Overlap:
@@ -65,6 +67,7 @@ class Overlap:
         self.streams: dict[torch.device, torch.Stream] = {}
         self._p = p
         self._seats: dict[int, tuple[int, Seat]] = {}
+        self._positions: list[int] = []
         self._kernels: dict[int, kernels.Kernel] = {}
         trained = [s for s in sources if getattr(s.parameter, "requires_grad", False)]
         hooked = [s.parameter for s in trained if _is_final(s, world)]
@@ -78,10 +81,17 @@ class Overlap:
         handles = [parameter.register_post_accumulate_grad_hook(observe) for parameter in hooked]
         weakref.finalize(self, _remove, handles)
 
+    def drop_outdated(self, grads: Sequence[Tensor | None]) -> None:
+        """Forget the sums of gradients that were changed or replaced after their hook."""
+        for index in list(self.early):
+            if not self.early[index].is_of(grads[self._positions[index]]):
+                del self.early[index]
+
     def follow(self, plan: Plan) -> None:
         """Sum from now on what this plan reads, and let its kernel use that."""
         self.early.clear()
         self._kernels.clear()
+        self._positions = [seat.position for seat in plan.read()]
         self._seats = {
             id(seat.source.parameter): (index, seat)
             for index, seat in enumerate(plan.read())
@@ -103,7 +113,26 @@ class Overlap:
             self._kernels[index] = kernels.build([part], [0], 1)
         with self._aside(part):
             power_sum = self._kernels[index]([part], self._p)
-        self.early[index] = _Early(weakref.ref(local), part.data_ptr(), part._version, power_sum)
+        self._accept_accumulation(index, parameter.grad)
+        self.early[index] = _Early(weakref.ref(parameter.grad), _version(parameter.grad), power_sum)
+
+    def _accept_accumulation(self, index: int, grad: Tensor) -> None:
+        """Keep the sums of gradients whose version has moved by this one's accumulation alone.
+
+        FSDP2's gradients of one unit are views of one tensor and so share a version. Accumulating
+        into one of them, in place, counts it up by exactly one.
+        """
+        before = self.early.get(index)
+        if before is None or before.grad() is not grad:
+            return  # this gradient is new: nothing was accumulated
+        storage = compat.local_tensor(grad).untyped_storage()._cdata
+        count = _version(grad)[1]
+        for other, early in self.early.items():
+            alive = early.grad()
+            if alive is None or early.version[1] != count - 1:
+                continue
+            if compat.local_tensor(alive).untyped_storage()._cdata == storage:
+                self.early[other] = replace(early, version=(early.version[0], count))
 
     @contextmanager
     def _aside(self, part: Tensor) -> Iterator[None]:
@@ -136,9 +165,8 @@ class _Sums:
 
     def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
         """Sum tensors like those that this was built for."""
-        early = self._overlap.early
-        used = {i: early[i] for i in sorted(early) if early[i].is_of(tensors[i])}
-        early.clear()
+        used = dict(sorted(self._overlap.early.items()))
+        self._overlap.early.clear()
         rest = tuple(i for i in range(len(tensors)) if i not in used)
         if rest not in self._rest:
             buckets = [self._buckets[i] for i in rest]

@@ -12,27 +12,36 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import replicas
+from . import fingerprints, replicas
 from .compat import on_host, to_device
-
-_EXACT = 2**53  # float64 holds every integer up to here
+from .digits import ALONE, Digits
+from .world import World
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What each rank says beside its sums, yes or no; reduced, how many ranks say so.
+    """What each rank says beside its sums, 1 or 0; reduced, how many ranks say so.
 
     Attributes:
         present: It has gradients.
         strict: It asks for an error where the norm is not finite.
         unread: It does not read the lanes in this step: then no rank may raise in it.
         errors: Something is wrong with its tensors or layout.
+        settings: What shows whether all ranks have the same settings: see ``Lanes.settings``.
+        against: The same, where the lanes combine by maximum.
     """
 
     present: int = 0
     strict: int = 0
     unread: int = 0
     errors: int = 0
+    settings: int = 0
+    against: int = 0
+
+    @property
+    def differ(self) -> bool:
+        """Whether the ranks' settings differ; of the reduced flags."""
+        return (self.settings + self.against) % fingerprints.SETTINGS != 0
 
 
 FLAGS = tuple(field.name for field in fields(Flags))
@@ -49,6 +58,7 @@ class Lanes:
         sums: Numbers that the caller adds.
         ranks: How many ranks add up, where flags are to share lanes; 0: each has a lane of its own,
             which a maximum does not mix up either.
+        checks: The ranks' settings are compared.
     """
 
     groups: int = 1
@@ -56,6 +66,7 @@ class Lanes:
     slots: int = 512
     sums: int = 0
     ranks: int = 0
+    checks: bool = False
 
     @cached_property
     def powers(self) -> slice:
@@ -70,8 +81,8 @@ class Lanes:
 
     @cached_property
     def flags(self) -> slice:
-        """What ``Flags`` says: a digit for each, as many to a lane as it holds exactly."""
-        return slice(self.nans.stop, self.nans.stop - (-len(FLAGS) // self._digits))
+        """What ``Flags`` says, as many to a lane as it holds exactly."""
+        return slice(self.nans.stop, self.nans.stop + self._digits.lanes)
 
     @cached_property
     def added(self) -> slice:
@@ -89,17 +100,13 @@ class Lanes:
         return int(self.added.stop) + self.slots * replicas.LANES
 
     @cached_property
-    def _base(self) -> int:
-        """A digit counts up to all ranks."""
-        return self.ranks + 1 if self.ranks else _EXACT
-
-    @cached_property
-    def _digits(self) -> int:
-        """How many flags share a lane."""
-        digits = 1
-        while self.ranks and digits < len(FLAGS) and self._base ** (digits + 1) <= _EXACT:
-            digits += 1
-        return digits
+    def _digits(self) -> Digits:
+        """How the flags share lanes; a maximum would mix them up."""
+        if not self.ranks:
+            return Digits([ALONE] * 4 + [ALONE if self.checks else 1] * 2)
+        most = self.ranks * (fingerprints.SETTINGS - 1) + 1 if self.checks else 1
+        yes = self.ranks + 1
+        return Digits([yes, yes, yes, yes, most, 1])
 
     def pack(
         self,
@@ -140,19 +147,26 @@ class Lanes:
 
     def say(self, flags: Flags) -> list[float]:
         """Write one rank's flags as lanes."""
-        said = [int(bool(value)) for value in astuple(flags)]
-        lanes = [said[i : i + self._digits] for i in range(0, len(said), self._digits)]
-        return [float(sum(v * self._base**k for k, v in enumerate(lane))) for lane in lanes]
+        return self._digits.write([int(value) for value in astuple(flags)])
 
-    def heard(self, lanes: Sequence[float]) -> Flags:
-        """Read the reduced flags' lanes."""
-        counts = []
-        for lane in map(int, lanes):
-            counts += [lane // self._base**k % self._base for k in range(self._digits)]
-        return Flags(*counts[: len(FLAGS)])
+    def heard(self, payload: Tensor) -> Flags:
+        """Read the reduced flags."""
+        return Flags(*self._digits.read(payload[self.flags].tolist()))
+
+    def settings(self, value: int, world: World) -> dict[str, int]:
+        """Return the flags by which ranks see whether they all have this number."""
+        if not self.ranks:
+            value %= fingerprints.SETTINGS
+            return {"settings": value, "against": fingerprints.SETTINGS - value}
+        index = world.ranks.index(world.rank)
+        share = fingerprints.share(value, index, world.size, fingerprints.SETTINGS)
+        return {"settings": share}
 
     def failed(self, payload: Tensor) -> Tensor:
-        """Tell on the device whether any rank says ``errors``: the highest digit of its lane."""
-        lane, digit = divmod(FLAGS.index("errors"), self._digits)
-        above: Tensor = payload[self.flags][lane] >= self._base**digit
-        return above
+        """Tell on the device whether any rank says ``errors``, or their settings differ."""
+        lanes = payload[self.flags]
+        errors, settings, against = (
+            self._digits.sum_of(lanes, FLAGS.index(name))
+            for name in ("errors", "settings", "against")
+        )
+        return (errors > 0) | ((settings + against) % fingerprints.SETTINGS != 0)

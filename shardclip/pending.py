@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from .collect import Collected
 from .measure import Measured, Started
-from .plan import Plan
 from .result import ClipResult
 
 
@@ -18,21 +18,17 @@ class Begun:
 
     Attributes:
         started: Its measurement.
-        plan: What it reads.
-        fresh: Whether the plan was made for it.
+        found: What was collected for it.
         limits: The param groups' thresholds.
         scaler: The GradScaler that has scaled its loss.
         optimizers: Those whose gradients it has scaled.
-        unit: The inverse of that scale.
     """
 
     started: Started
-    plan: Plan
-    fresh: bool
+    found: Collected
     limits: list[float | None]
     scaler: GradScaler | None = None
     optimizers: Sequence[Optimizer] = ()
-    unit: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import kernels
 from .compat import on_host, to_device
 
 # Below this a coefficient is no normal float32 any more, and is applied in two steps.
@@ -32,9 +33,6 @@ def scale_(tensors: Sequence[Tensor], coef: float | Tensor) -> None:
 
 
 def _multiply(tensors: Sequence[Tensor], coef: Tensor) -> None:
-    """Multiply by a 0-dim tensor: a Python number would be rounded to a 16-bit gradient's dtype."""
-    for device, dtype in dict.fromkeys((t.device, t.dtype) for t in tensors if t.numel()):
-        here = [t for t in tensors if t.device == device and t.dtype == dtype and t.numel()]
-        # torch takes all tensors in one launch only where the coefficient has their dtype.
-        own = coef.to(dtype) if dtype == torch.float32 else coef
-        torch._foreach_mul_(here, to_device(own, device))
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor for tensor in tensors if tensor.device == device]
+        kernels.multiply_(here, to_device(coef, device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +60,34 @@ def raise_told(told: list[tuple[int, list[tuple[str, str]]]]) -> None:
     lines = [f"{text} (rank {rank})" for rank, problems in told for _, text in problems]
     if lines:
         raise (TypeError if kinds == {"TypeError"} else ValueError)(_few(lines))
+
+
+def raise_settings(measured: Measured, world: World) -> None:
+    """Raise on every rank what this step's settings are where, if any two ranks' differ.
+
+    Raises:
+        ValueError: Names the setting, its values and the ranks.
+    """
+    told = reduce.gather(measured.settings, world)
+    raise_unlike([(said, [rank]) for said, rank in zip(told, world.ranks, strict=True)])
+
+
+def raise_unlike(told: Sequence[tuple[Mapping[str, object], Sequence[int]]]) -> None:
+    """Raise if any two ranks' settings differ.
+
+    Args:
+        told: Settings by name, and the ranks that have them.
+
+    Raises:
+        ValueError: Names the setting, its values and the ranks.
+    """
+    for name in told[0][0]:
+        values: dict[str, list[int]] = defaultdict(list)
+        for said, ranks in told:
+            values[repr(said.get(name))].extend(ranks)
+        if len(values) > 1:
+            shown = "; ".join(f"{value} on rank {_listed(r)}" for value, r in values.items())
+            raise ValueError(f"{name}= differs between ranks: {shown}. Give all ranks the same")
 
 
 def raise_nonfinite(measured: Measured, world: World) -> None:
@@ -202,6 +230,8 @@ def pass_verdict(measured: Measured, world: World) -> Deferred | None:
         return Deferred(measured)
     if flags.errors:
         raise_problems(measured, world)
+    if flags.differ:
+        raise_settings(measured, world)
     if not math.isfinite(float(measured.total_norm)):
         if flags.strict:
             raise_nonfinite(measured, world)
@@ -249,4 +279,6 @@ class Deferred:
         if bool(self._host):
             if self.measured.flags.errors:
                 raise_problems(self.measured, world)
+            if self.measured.flags.differ:
+                raise_settings(self.measured, world)
             raise_mismatch(self.measured, world)

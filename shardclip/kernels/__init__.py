@@ -4,6 +4,9 @@ A kernel is built once for a list of tensors (their shapes, dtypes and devices) 
 step with tensors of the same kind. All kernels have one signature; ``foreach`` specifies it.
 """
 
+import functools
+import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -39,10 +42,48 @@ def build(tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> Kern
         device: the sum of |x|^p (for p = inf the maximum of |x|), 0 for an empty bucket, NaN where
         the bucket holds one.
     """
-    on_cpu = all(t.device.type == "cpu" for t in tensors)
-    if on_cpu:
+    devices = {tensor.device for tensor in tensors}
+    if all(device.type == "cpu" for device in devices):
         return blocked.PowerSums(tensors, buckets, count)
+    if len(devices) == 1 and available(*devices):
+        from . import fused
+
+        return fused.PowerSums(tensors, buckets, count)
     return foreach.PowerSums(tensors, buckets, count)
+
+
+def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
+    """Multiply tensors in place by a 0-dim float64 tensor; both on one device."""
+    if available(coef.device):
+        from . import fused
+
+        fused.multiply_(tensors, coef)
+    else:
+        foreach.multiply_(tensors, coef)
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Whether the Triton kernels work on this device: tried once, on one number, without a sync."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from . import fused
+
+        one = torch.ones(1, device=device)
+        if not fused.INTERPRETED:  # an interpreter on the host cannot read device memory
+            fused.PowerSums([one], [0], 1)([one], 2.0)
+    except Exception as error:  # no compiler, too old a device, ...: Triton has an error for each
+        # Not a warning: where those are errors, this rank would miss the all-reduce.
+        logging.getLogger(__name__).warning(
+            "Triton is installed but does not work on %s, so gradients are summed and scaled by "
+            "torch's foreach calls, which are slower (%s: %s)",
+            device,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return not fused.INTERPRETED
 
 
 def any_nonfinite(tensor: Tensor) -> Tensor:

@@ -52,3 +52,16 @@ def _sums(tensors: list[Tensor], p: float) -> list[Tensor]:
     real = [t.abs() if t.is_complex() else t for t in tensors]
     norms = torch._foreach_norm(real, p, torch.float64)
     return list(norms) if is_maximum(p) or p == 1 else [n.pow(p) for n in norms]
+
+
+def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
+    """Multiply in place by a 0-dim tensor: a Python number would be rounded to a 16-bit dtype.
+
+    Args:
+        tensors: All on one device, of any dtype and stride.
+        coef: float64, on that device.
+    """
+    for dtype in dict.fromkeys(t.dtype for t in tensors if t.numel()):
+        here = [t for t in tensors if t.dtype == dtype and t.numel()]
+        # torch takes all tensors in one launch only where the coefficient has their dtype.
+        torch._foreach_mul_(here, coef.to(dtype) if dtype == torch.float32 else coef)

@@ -162,16 +162,20 @@ def test_steps_as_float64_says(name, into_step):
             torch.testing.assert_close(one.double(), two, rtol=4e-6, atol=2e-6)
 
 
+@pytest.fixture
+def poisoned_memory():
+    """Whatever torch.empty gives is NaN."""
+    torch.use_deterministic_algorithms(True)  # fills it
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "fused" in name])
 def test_an_overflow_in_the_first_step(name):
     """torch 2.13's fused SGD takes memory as it comes for the momentum then."""
     ours, theirs = parameters(), parameters()
-    mine, other = (
-        OPTIMIZERS[name](ours),
-        OPTIMIZERS[name.removesuffix(" fused")](theirs)
-        if name.removesuffix(" fused") in OPTIMIZERS
-        else OPTIMIZERS[name](theirs),
-    )
+    mine, other = OPTIMIZERS[name](ours), OPTIMIZERS[name](theirs)
     scaler = started()
     start = [one.detach().clone() for one in ours]
     give(ours, 0, 8.0, math.inf)
@@ -292,6 +296,13 @@ def test_arguments_that_are_no_scaler_and_no_optimizers():
         resolve(8.0, [optim.SGD(parameters())])
     with pytest.raises(ValueError, match="needs the optimizers"):
         resolve(started(), [])
+
+
+def test_a_norm_that_does_not_see_an_overflow():
+    optimizers = [optim.SGD(parameters())]
+    with pytest.raises(ValueError, match=r"norm_type=0 counts an infinity.*unscale_\(optimizer\)"):
+        resolve(started(), optimizers, 0.0)
+    assert resolve(GradScaler("cpu", enabled=False), optimizers, 0.0) is None
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardclip.optimizers import factor_group, step_plain, step_scaled, unfused
+from shardclip.optimizers import factor_group, factor_groups, step_plain, step_scaled, unfused
 from shardclip.scale import scale_
 
 F = torch.tensor
@@ -235,8 +235,18 @@ def test_a_factor_the_optimizer_had_before_still_counts(coef):
     step_scaled(optimizer, coef64(coef))
     assert one.grad.tolist() == [2.0 * coef, 4.0 * coef]
     optimizer.found_inf = F(1.0)
-    step_scaled(optimizer, coef64(coef))
-    assert one.grad.tolist() == [2.0 * coef, 4.0 * coef]
+    for found_inf in (None, F(0.0)):
+        step_scaled(optimizer, coef64(coef), found_inf)
+        assert one.grad.tolist() == [2.0 * coef, 4.0 * coef]
+
+
+def test_on_cpu_the_kernel_writes_no_gradients_for_a_coefficient_of_one():
+    optimizer, _ = ready(OPTIMIZERS["AdamW"], fused=True)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.grad_scale))
+    step_scaled(optimizer, coef64(1.0))
+    step_scaled(optimizer, coef64(0.5))
+    assert seen == [None, 2.0]
 
 
 # What it may go into
@@ -350,6 +360,18 @@ def test_a_step_that_someone_has_wrapped():
     assert factor_group(optimizer, groups_of(params)) is None
     optimizer.step = functools.partial(inner)
     assert factor_group(optimizer, groups_of(params)) is None
+
+
+def test_optimizers_that_step_one_after_the_other():
+    first, params = ready(OPTIMIZERS["AdamW"], fused=True)
+    second, others = ready(OPTIMIZERS["SGD"], fused=True)
+    third, unfused_ones = ready(OPTIMIZERS["SGD"])
+    ids = {**groups_of(params, 1), **groups_of(others, 2), **groups_of(unfused_ones, 2)}
+    found = factor_groups([first, second, third], ids)
+    assert found == {id(first): 1, id(second): 2, id(third): None}
+    shared = OPTIMIZERS["SGD"]([params[0]], fused=True)  # both would scale this one
+    found = factor_groups([first, shared], ids)
+    assert found == {id(first): None, id(shared): None}
 
 
 def test_momentum_before_the_first_step():

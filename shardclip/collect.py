@@ -1,0 +1,150 @@
+"""What a GradClipper collects in every step: gradients, their plan, and the caller's numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from . import adapters, compat, gradients, loss_scaling, norm, plan
+from .adapters import Read
+from .agreement import Agreement
+from .gradients import Source
+from .overlap import Overlap
+from .payload import Lanes
+from .plan import Plan, Planner
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One step's input.
+
+    Attributes:
+        grads: The sources' gradients.
+        plan: Made for them.
+        fresh: Whether it is new.
+        added: The caller's numbers.
+        unit: What the gradients are still to be multiplied by: a loss scale's inverse.
+    """
+
+    grads: list[Tensor | None]
+    plan: Plan
+    fresh: bool
+    added: list[float | Tensor] = field(default_factory=list)
+    unit: Tensor | None = None
+
+
+class Collector:
+    """Collects one rank's gradients; plans anew only where their set has changed."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        planner: Planner,
+        agreed: Agreement,
+        lanes: Lanes,
+        p: float,
+        also: Sequence[str],
+        read: Read | None,
+        overlap: bool,
+    ) -> None:
+        self.sources = sources
+        self.overlap = Overlap(sources, p, planner.world) if overlap else None
+        self._planner = planner
+        self._agreed = agreed
+        self._lanes = lanes
+        self._p = p
+        self._also = also
+        self._read = adapters.read_grad if read is None else read
+        self._plan: Plan | None = None
+        self._signature: list[object] = []
+        # Where gradients are found without a question, no function is called for each.
+        direct = read is None and all(source.span is None for source in sources)
+        self._bare = [source.parameter for source in sources] if direct else []
+
+    def collect(
+        self,
+        also: Mapping[str, float | Tensor] | None,
+        scaler: GradScaler | None,
+        stepped: Sequence[Optimizer],
+    ) -> Collected:
+        """Collect one step's input.
+
+        Whatever goes wrong here on one rank is a problem of the plan: this rank still joins the
+        all-reduce, and then all ranks raise.
+        """
+        try:
+            added = self._added(also)
+            grads = self._gradients()
+            unit = None if scaler is None else self._unit(scaler, stepped, grads)
+            made, fresh = self._planned(grads)
+            if self.overlap is not None:
+                self.overlap.drop_outdated(grads)
+        except Exception as error:  # a user's grad= may raise anything
+            failed = Plan(self._lanes, problems=[plan.problem("GradClipper.clip_", error)])
+            return Collected([], failed, True)
+        return Collected(grads, made, fresh, added, unit)
+
+    def group_of(self) -> dict[int, int]:
+        """By ``id`` of the parameter, the group that its ``.grad`` belongs to as a whole."""
+        if self._read is not adapters.read_grad:
+            return {}
+        groups: dict[int, set[int]] = {}
+        for source in self.sources:
+            groups.setdefault(id(source.parameter), set()).add(source.group)
+        return {key: held.pop() for key, held in groups.items() if len(held) == 1}
+
+    def _gradients(self) -> list[Tensor | None]:
+        if self._bare:
+            return [parameter.grad for parameter in self._bare]
+        return [gradients.gradient(source, self._read) for source in self.sources]
+
+    def _unit(
+        self, scaler: GradScaler, stepped: Sequence[Optimizer], grads: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the inverse of the loss scale that the gradients still have in them."""
+        pairs = zip(self.sources, grads, strict=True)
+        held = {id(source.parameter): source.name for source, grad in pairs if grad is not None}
+        loss_scaling.check_members(stepped, held)
+        device = self._planner.world.device or next(
+            (g.device for g in grads if g is not None), None
+        )
+        return loss_scaling.inverse_scale(scaler, stepped, device or torch.device("cpu"))
+
+    def _added(self, also: Mapping[str, float | Tensor] | None) -> list[float | Tensor]:
+        given = {name: value for name, value in (also or {}).items() if value is not None}
+        unknown = sorted(set(given) - set(self._also))
+        if unknown:
+            raise ValueError(
+                f"also: {', '.join(unknown)} was not declared; give also={(*self._also, *unknown)} "
+                "when the GradClipper is built"
+            )
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.dim():
+                raise ValueError(f"also[{name!r}] has shape {tuple(value.shape)}; give one number")
+        values = [given.get(name, 0.0) for name in self._also]
+        return [
+            compat.local_tensor(v).detach() if isinstance(v, Tensor) else float(v) for v in values
+        ]
+
+    def _planned(self, grads: Sequence[Tensor | None]) -> tuple[Plan, bool]:
+        """Return the plan for these gradients, made anew only if their set has changed."""
+        signature = compat.signatures(grads)
+        if self._plan is not None and signature == self._signature:
+            self._signature = signature  # often the same objects again, which compare faster
+            return self._plan, False
+        made = plan.make(
+            self._planner,
+            list(zip(self.sources, grads, strict=True)),
+            self._lanes,
+            self._agreed.key_of if self._agreed.keys else None,
+            self._agreed.numbers,
+            maximum=norm.is_maximum(self._p),
+        )
+        self._plan = None if made.problems else made
+        if self.overlap is not None and self._plan is not None:
+            self.overlap.follow(self._plan)
+        self._signature = signature
+        return made, True

@@ -1,0 +1,89 @@
+"""Settings that must be alike on all ranks: what differs is named, and nothing is touched."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardclip import GradClipper
+from tests.ranks import count_collectives, on_ranks, raised_everywhere
+from tests.ranks.clippers import counted, here, shard
+from tests.ranks.tensors import local_of, mesh_of
+
+from .test_unread_lanes import as_on_a_device
+
+POWERS = pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+
+
+@POWERS
+@on_ranks(2)
+def test_another_max_norm_on_one_rank(norm_type):
+    made = shard([3.0, 4.0])
+    clipper = GradClipper([("w", made)], here(1.0, 2.0), norm_type)
+    before = local_of(made.grad).clone()
+    said = raised_everywhere(clipper.clip_, ValueError, r"max_norm= differs")
+    assert "[1.0] on rank 0" in said
+    assert "[2.0] on rank 1" in said
+    assert torch.equal(local_of(made.grad), before)
+    clipper.max_norm = 1.0
+    assert counted(clipper).clipped
+
+
+@on_ranks(4)
+def test_changed_on_the_last_rank_after_many_steps():
+    made = shard([3.0, 4.0, 0.0, 0.0], mesh_of(4))
+    clipper = GradClipper([("w", made)], 100.0)
+    for _ in range(3):
+        counted(clipper)
+    if dist.get_rank() == 3:
+        clipper.max_norm = 50.0
+    raised_everywhere(clipper.clip_, ValueError, r"100\.0\] on rank 0, 1, 2; \[50\.0\] on rank 3")
+
+
+@on_ranks(2)
+def test_another_policy_on_one_rank():
+    made = shard([3.0, 4.0])
+    clipper = GradClipper([("w", made)], 1.0, nonfinite="propagate")
+    clipper.nonfinite = here("propagate", "skip")
+    raised_everywhere(clipper.clip_, ValueError, "nonfinite= differs", "'skip' on rank 1")
+
+
+@on_ranks(2)
+def test_a_loss_scaler_on_one_rank_only():
+    made = shard([3.0, 4.0])
+    optimizer = torch.optim.SGD([made], lr=0.1)
+    clipper = GradClipper([("w", made)], 1.0)
+    scaler = torch.amp.GradScaler("cpu") if dist.get_rank() else None
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))
+    raised_everywhere(
+        lambda: clipper.step(optimizer, grad_scaler=scaler), ValueError, "grad_scaler= differs"
+    )
+
+
+@on_ranks(2)
+def test_another_group_threshold_on_one_rank():
+    one, other = shard([3.0, 4.0]), shard([5.0, 12.0])
+    groups = [{"params": [one]}, {"params": [other], "max_norm": here(2.0, 3.0)}]
+    clipper = GradClipper(groups, 1.0)
+    raised_everywhere(clipper.clip_, ValueError, r"\[1\.0, 2\.0\] on rank 0; \[1\.0, 3\.0\]")
+
+
+@on_ranks(2)
+def test_where_lanes_are_not_read_the_next_call_raises():
+    made = shard([3.0, 4.0])
+    clipper = GradClipper([("w", made)], 1.0)
+    with as_on_a_device():
+        clipper.clip_()
+        made.grad = made.grad * 5
+        before = local_of(made.grad).clone()
+        clipper.max_norm = here(1.0, 2.0)
+        with count_collectives() as calls:
+            result = clipper.clip_()
+        assert [call.op for call in calls] == ["all_reduce"]
+        assert torch.equal(local_of(made.grad), before)
+        assert math.isnan(float(result.total_norm))
+        clipper.max_norm = 1.0
+        raised_everywhere(clipper.clip_, ValueError, "max_norm= differs")
+    assert clipper.clip_().clipped
