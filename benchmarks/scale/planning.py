@@ -165,8 +165,11 @@ def _build_and_plan(
     with replay.of(0, asked=False):
         clipper = shardclip.GradClipper(held, 1.0, grad=lambda one: by_id[id(one)])
     built = time.thread_time()
-    made, _ = clipper._planned(grads)
-    return built - start, time.thread_time() - built, made
+    made = clipper._collector.collect(None, None, ()).plan
+    planned = time.thread_time()
+    if made.problems:
+        raise RuntimeError(str(made.problems[0]))
+    return built - start, planned - built, made
 
 
 def _memory(action: Callable[[], object]) -> tuple[int, int]:
