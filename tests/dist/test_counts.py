@@ -118,3 +118,21 @@ def test_every_way_to_clip_agrees_with_the_true_norm():
             if contender.does == "clip":
                 for local, saved in zip(gradients.locals, gradients.saved, strict=True):
                     torch.testing.assert_close(local, saved / 2, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(4)
+def test_overlap_leaves_the_step_little_to_read():
+    gradients = large("fsdp2/layers")
+    overlapping = next(one for one in CONTENDERS if one.name == "GradClipper(overlap=True)")
+    clipping = overlapping.make(gradients)
+    for _ in range(2):
+        gradients.restore()
+        with counting(gradients.locals) as hooks:
+            clipping.backward()
+        with counting(gradients.locals) as step:
+            clipping.clip(gradients.norm * 2)
+    assert hooks.collectives == 0
+    assert hooks.gradients_read + step.gradients_read <= 1.05 * gradients.bytes
+    assert step.gradients_read <= 0.01 * gradients.bytes  # small ones are summed together, here
+    assert step.gradients_written == 0
+    assert step.all_reduces == 1
