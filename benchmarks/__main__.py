@@ -7,13 +7,15 @@ A case is spelled `layout/shapes[/dtype][@ranks]`, for example `fsdp2/layers`, `
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from . import cases, records, tables, targets
 from .cases import Case
-from .measuring import Found, Plan, measure, rounds_of, together
+from .measuring import Plan, measure, rounds_of, together
 from .ranks import Settings
 from .shapes import SHAPES
 
@@ -64,10 +66,13 @@ def main() -> None:
         plan = Plan(1, Settings(2, args.seed, args.threads))
     described = records.machine()  # before the ranks start: they add to the load
     start = time.perf_counter()
-    found = _measure(chosen, plan)
-    made = records.rows(found, chosen, plan, described)
     path = args.out or records.default_path()
-    records.write(path, made)
+    made: list[records.Row] = []
+    with _progress(chosen, plan) as advance:
+        for group in together(chosen):
+            rows = records.rows(measure(group, plan, advance), group, plan, described)
+            records.write(path, rows)  # at once: a long run may be stopped
+            made += rows
     print(f"\n{tables.of_cases(made)}\n")
     if not args.case:
         print(f"{targets.table(made)}\n")
@@ -83,8 +88,9 @@ def _chosen(args: argparse.Namespace) -> list[Case]:
     return [cases.parse(name) for name in dict.fromkeys(names)]
 
 
-def _measure(chosen: list[Case], plan: Plan) -> Found:
-    """Measure with a bar where stderr is a terminal, else with a line for each case."""
+@contextmanager
+def _progress(chosen: list[Case], plan: Plan) -> Iterator[Callable[[str], None]]:
+    """Show a bar where stderr is a terminal, else a line for each case."""
     total = sum(len(group) * rounds_of(group, plan) for group in together(chosen))
     bar = tqdm(total=total, disable=not sys.stderr.isatty(), ncols=79, leave=False)
     start, done = time.perf_counter(), 0
@@ -99,7 +105,7 @@ def _measure(chosen: list[Case], plan: Plan) -> Found:
             print(f"{done:>4}/{total} {name:<40} {took:>6.0f} s", flush=True)
 
     with bar:
-        return measure(chosen, plan, advance)
+        yield advance
 
 
 def _words() -> str:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import shardclip
 
-from . import gpu_checks, records
+from . import records
+from .gpu_steps import Outcome, run
 from .records import Row
 
 _TURNS = 5
@@ -213,11 +214,11 @@ def main(arguments: list[str] | None = None) -> int:
         made.extend(rows)
         records.write(path, [row | described for row in rows])
 
-    def checked(outcome: gpu_checks.Outcome) -> None:
+    def checked(outcome: Outcome) -> None:
         keep([{"kind": "gpu check"} | asdict(outcome)])
         print(f"{time.perf_counter() - start:>5.0f} s  {outcome.name}", file=sys.stderr, flush=True)
 
-    outcomes = gpu_checks.run(device.device, checked)
+    outcomes = run(device.device, checked)
     torch.manual_seed(0)
     speeds = device.bandwidth()
     keep([{"kind": "gpu bandwidth", "what": k, "bytes_a_second": v} for k, v in speeds.items()])

@@ -54,23 +54,22 @@ def rounds_of(group: Sequence[Case], plan: Plan) -> int:
     return 1 if group[0].layout == "zero2" else plan.rounds
 
 
-def measure(cases: Sequence[Case], plan: Plan, done: Callable[[str], None]) -> Found:
-    """Measure cases, each group of them in its own processes, all rounds in one.
+def measure(group: Sequence[Case], plan: Plan, done: Callable[[str], None]) -> Found:
+    """Measure cases in the same processes, new ones for every round, and put the rounds together.
 
     Args:
-        cases: What to measure.
+        group: What to measure: cases of one group of ``together``.
         plan: How much.
         done: Called with a case's name each time it has been measured.
     """
     rounds: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     found = Found()
-    for group in together(cases):
-        for turn in range(rounds_of(group, plan)):
-            for line in _round(group, replace(plan.settings, turn=turn), done):
-                found.absent[line["case"]] = line["absent"]
-                for row in line["measured"]:
-                    one = Measurement(**row | {"counts": Counts(**row["counts"])})
-                    rounds[one.case, one.step, one.contender].append(one)
+    for turn in range(rounds_of(group, plan)):
+        for line in _round(group, replace(plan.settings, turn=turn), done):
+            found.absent[line["case"]] = line["absent"]
+            for row in line["measured"]:
+                one = Measurement(**row | {"counts": Counts(**row["counts"])})
+                rounds[one.case, one.step, one.contender].append(one)
     found.measurements = [_merge(measured) for measured in rounds.values()]
     return found
 

@@ -4,21 +4,24 @@ import textwrap
 from collections.abc import Sequence
 
 from .clipping import CLIPPED, FIRST, USUAL
-from .records import Row
+from .records import Row, ours
 
 WIDTH = 80
 _NAME = 25
+_DOES = ("clip", "norm", "step")  # in this order
 
 
 def of_cases(made: Sequence[Row]) -> str:
     """Set the rows of each case in two tables: times, and counts."""
-    names = list(dict.fromkeys(row["case"] for row in made if row["kind"] == "clip"))
+    names = list(dict.fromkeys(row["case"] for row in made))
     blocks = [_case([row for row in made if row["case"] == name]) for name in names]
     return "\n\n".join(blocks)
 
 
 def _case(made: Sequence[Row]) -> str:
     measured = [row for row in made if row["kind"] == "clip"]
+    if not measured:
+        return "\n".join([f"{made[0]['case']}:", *absences(made)])
     head = measured[0]
     text = f"{head['case']}: {head['text']}, {head['bytes'] / 2**20:.3g} MiB a rank"
     lines = textwrap.wrap(text, WIDTH, subsequent_indent="  ")
@@ -28,7 +31,7 @@ def _case(made: Sequence[Row]) -> str:
 
 def _rows_by_contender(made: Sequence[Row]) -> dict[str, dict[str, Row]]:
     held: dict[str, dict[str, Row]] = {}
-    for row in made:
+    for row in sorted(made, key=lambda row: (_DOES.index(row["does"]), ours(row))):
         held.setdefault(row["contender"], {})[row["step"]] = row
     return held
 

@@ -18,7 +18,8 @@ from benchmarks.records import Row
 from benchmarks.shapes import LLAMA_70B, LLAMA_405B, Llama
 
 from .latency import microseconds, ways
-from .planning import Layout, Planned, measure
+from .planning import Planned, measure
+from .replay import Layout
 
 CASES: tuple[tuple[Llama, Layout], ...] = (
     (LLAMA_70B, Layout(1, 1, 1, 8)),

@@ -12,7 +12,7 @@ kernels, waiting for the slowest rank and reading the gradients are not in it.
 import math
 from dataclasses import dataclass
 
-from .planning import Layout
+from .replay import Layout
 
 BASE_US = 4.4
 """Of any all-reduce."""

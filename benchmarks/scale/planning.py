@@ -5,14 +5,12 @@ say is replayed: ranks of one pipeline stage say the same, so one of each stage 
 parameters have a real model's shapes; their local tensors are views of memory that nobody touches.
 """
 
-import math
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,35 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardclip
 from benchmarks.shapes import Llama, Shape
-from shardclip import plan, reduce
+from shardclip import plan
 from shardclip.gradients import of_iterable
 from shardclip.plan import Plan, Seat
 from shardclip.world import World
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the four axes, outermost first."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Return the sizes in the order of `AXES`."""
-        return self.pp, self.dp_replicate, self.dp_shard, self.tp
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.sizes)
-
-    def __str__(self) -> str:
-        return " x ".join(map(str, self.sizes))
+from .replay import AXES, EnoughError, Layout, Replay
 
 
 @dataclass(frozen=True)
@@ -83,64 +58,16 @@ class Planned:
     most: int
 
 
-class _EnoughError(Exception):
-    """Stops a rank that was only asked what it says."""
-
-
-@dataclass
-class _Replay:
-    """Stands in for the gathers: says for every rank what one rank of its stage said.
-
-    Attributes:
-        layout: Which rank is on which stage: the first axis.
-        told: Gather by gather, each stage's value.
-        stage: Who is asked now.
-        gathers: How many there were.
-        asked: Whether this stage is only asked: it stops at the first gather that is new to it.
-    """
-
-    layout: Layout
-    told: list[dict[int, Any]] = field(default_factory=list)
-    stage: int = 0
-    gathers: int = 0
-    asked: bool = False
-
-    def __call__(self, value: Any, world: World) -> list[Any]:
-        index, self.gathers = self.gathers, self.gathers + 1
-        if index == len(self.told):
-            self.told.append({})
-        values = self.told[index]
-        known = self.stage in values
-        values[self.stage] = value
-        if self.asked and not known:
-            raise _EnoughError
-        each = self.layout.ranks // self.layout.pp
-        # Digests come from every rank; what they stand for comes from the first that has it.
-        digest = isinstance(value, bytes) and len(value) == 32
-        said: list[Any] = []
-        for stage in range(self.layout.pp):
-            first, rest = values[stage], values[stage] if digest else None
-            said += [first] + [rest] * (each - 1)
-        return said
-
-    @contextmanager
-    def of(self, stage: int, *, asked: bool) -> Iterator[None]:
-        """Let one stage's rank gather."""
-        self.stage, self.gathers, self.asked = stage, 0, asked
-        with mock.patch.object(reduce, "gather", self):
-            yield
-
-
 def measure(model: Llama, layout: Layout) -> Planned:
     """Build a GradClipper on the first rank of the first stage, and plan its first step."""
-    replay = _Replay(layout)
+    replay = Replay(layout)
     gathers = 4  # two to agree on names, two on lanes
     for _ in range(gathers):
         for stage in range(layout.pp):
             with _world(layout, stage) as mesh, replay.of(stage, asked=True):
                 try:
                     shardclip.GradClipper(_parameters(model, layout, stage, mesh), 1.0)
-                except _EnoughError:
+                except EnoughError:
                     continue
                 raise RuntimeError(f"building a GradClipper makes fewer than {gathers} gathers")
     with _world(layout, 0) as mesh:
@@ -158,7 +85,7 @@ def measure(model: Llama, layout: Layout) -> Planned:
 
 
 def _build_and_plan(
-    replay: _Replay, held: Sequence[tuple[str, nn.Parameter]], grads: Sequence[Tensor]
+    replay: Replay, held: Sequence[tuple[str, nn.Parameter]], grads: Sequence[Tensor]
 ) -> tuple[float, float, Plan]:
     by_id = {id(one): grad for (_, one), grad in zip(held, grads, strict=True)}
     start = time.thread_time()
