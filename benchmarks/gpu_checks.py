@@ -6,12 +6,13 @@ They run on CPU too, as far as the path is there; a path that is not there says 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import shardclip
-from shardclip import GradClipper
+from shardclip import GradClipper, kernels
 
 _SIZES = (1, 3, 255, 4096, 65_537, (1 << 20) + 7)
 EXACT, _ROUNDED = 1e-6, {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -115,7 +116,13 @@ def _norms(device: torch.device) -> str:
             planned = GradClipper(parameters_of(tensors), None, p)
             for found in (shardclip.get_total_norm(tensors, p), planned.clip_().total_norm):
                 worst = max(worst, near(float(found), right, EXACT, f"{dtype}, p = {p}"))
-    return f"at most {worst:.0e} off"
+    return f"at most {worst:.0e} off, by kernels.{_kernel(tensors)}"
+
+
+def _kernel(tensors: Sequence[Tensor]) -> str:
+    """Name the kernel that is chosen: a fallback should not go unnoticed."""
+    kernel = kernels.build(tensors, [0] * len(tensors), 1)
+    return type(kernel).__module__.rpartition(".")[2]
 
 
 @check("norm at the ends of the range, and of many tensors")
@@ -166,3 +173,11 @@ def _scaling(device: torch.device) -> str:
                 worst = max(worst, off)
                 expect(off <= bound, f"{dtype}: {off:.0e} off")
     return f"at most {worst:.0e} off, in units of the gradient"
+
+
+@check("without Triton: the same by torch's foreach calls")
+def _without_triton(device: torch.device) -> str:
+    if device.type == "cpu":
+        raise NotHereError("CPU has kernels of its own")
+    with mock.patch.object(kernels, "available", return_value=False):
+        return f"{_norms(device)}; scaled {_scaling(device)}"
