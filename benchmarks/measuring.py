@@ -14,7 +14,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from .cases import Case
 from .counting import Counts
-from .ranks import Measurement, Settings, run_rank
+from .measurement import Measurement
+from .ranks import Settings, run_rank
 
 _SLOW_IMPORTS = ("accelerate", "torchtitan.distributed.utils")
 _LOOK_S = 0.2  # how often to look for a case that is done

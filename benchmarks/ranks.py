@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from .contenders import OURS, present, read
 from .counting import Counts, counting
 from .device_path import as_on_a_device
 from .gradients import Gradients, UnavailableError, build
+from .measurement import Counted, Measurement, Times
 from .shapes import tiny
 
 _PATIENCE = timedelta(seconds=300)  # 10,000 DTensors take torch minutes, once
@@ -47,51 +48,6 @@ class Settings:
     seed: int = 0
     threads: int = 1
     turn: int = 0
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One contender in one case and kind of step.
-
-    Attributes:
-        case: Name of the case.
-        step: One of `clipping.STEPS`.
-        contender: Name of the contender.
-        does: What it does; ratios are to a baseline that does the same.
-        counts: What a call did: largest over the ranks.
-        building: Collectives for what is built before the first call.
-        reading: Collectives more for reading the norm that the call returned.
-        host_syncs: Values that the host reads where reading is not free, as on a device; None where
-            that path cannot be taken on CPU.
-        norm_error: Of the norm, relative to the float64 norm of the whole.
-        bytes: Of a rank's gradients, largest over the ranks.
-        seconds: Every timed call.
-        cpu_seconds: The calling thread's own time in them: it does not wait for other ranks.
-        hidden: What it left to the backward pass, in seconds.
-    """
-
-    case: str
-    step: str
-    contender: str
-    does: str
-    counts: Counts
-    building: int
-    reading: int
-    host_syncs: int | None
-    norm_error: float
-    bytes: int
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    hidden: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Times:
-    """Every timed call of a contender in a kind of step, on this rank."""
-
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    hidden: list[float] = field(default_factory=list)
 
 
 def run_rank(rank: int, ranks: int, cases: Sequence[Case], settings: Settings, folder: str) -> None:
@@ -131,30 +87,45 @@ def measure_case(case: Case, settings: Settings) -> tuple[list[Measurement], dic
     """Time and count every contender of a case; say of the others why they are left out."""
     contenders, absent = present(case)
     try:
-        failed = _try(replace(case, shapes=tiny(case.shapes)), contenders, settings.seed)
+        small = build(replace(case, shapes=tiny(case.shapes)), settings.seed)
+        failed = _try(contenders, small)
         gradients = build(case, settings.seed)
     except UnavailableError as error:
         return [], {LAYOUTS[case.layout]: str(error)}
     absent |= failed
     contenders = [one for one in contenders if one.name not in failed]
     times = _time_all(contenders, gradients, settings)
-    count = _count if settings.turn == 0 else _no_count  # the same in every round
+    if settings.turn:  # the counts are the same in every round
+        counted = dict.fromkeys(times, Counted())
+    else:
+        counted = {
+            (step, one.name): _count(step, one, gradients, small)
+            for one in contenders
+            for step in one.steps
+        }
     measured = [
-        count(step, contender, gradients, times[step, contender.name])
+        Measurement(
+            case=case.name,
+            step=step,
+            contender=one.name,
+            does=one.does,
+            bytes=int(_largest([gradients.bytes])[0]),
+            **vars(counted[step, one.name]),
+            **vars(times[step, one.name]),
+        )
         for step in STEPS
-        for contender in contenders
-        if step in contender.steps
+        for one in contenders
+        if step in one.steps
     ]
     return measured, absent
 
 
-def _try(case: Case, contenders: Sequence[Contender], seed: int) -> dict[str, str]:
+def _try(contenders: Sequence[Contender], gradients: Gradients) -> dict[str, str]:
     """Call each once on small gradients, so that imports and connections are not timed.
 
     Returns:
         What those raised that cannot do it; they raise on all ranks alike.
     """
-    gradients = build(case, seed)
     failed = {}
     for contender in contenders:
         gradients.restore()
@@ -215,39 +186,24 @@ def _time(clipping: Clipping, max_norm: float, gradients: Gradients, into: Times
     into.seconds.append(time.perf_counter() - start)
 
 
-def _count(step: str, contender: Contender, gradients: Gradients, times: Times) -> Measurement:
+def _count(step: str, contender: Contender, gradients: Gradients, small: Gradients) -> Counted:
     """Count one step, and see that it did what it should."""
     with counting() as building:
         clipping = contender.make(gradients)
     counts, value, reading = _counted(clipping, step, gradients)
-    if contender in OURS:
-        _check_scaling(contender, gradients, step)
     host_syncs: int | None = counts.host_reads
     if contender in OURS:
-        with as_on_a_device():
-            host_syncs = _counted(contender.make(gradients), step, gradients)[0].host_reads
-    if contender in OURS and contender.does == "step":
+        _check_scaling(contender, gradients, step)
         host_syncs = None  # a fused step on CPU reads, which is free there alone
-    return Measurement(
-        case=gradients.case.name,
-        step=step,
-        contender=contender.name,
-        does=contender.does,
+        if contender.does != "step":
+            with as_on_a_device():
+                host_syncs = _counted(contender.make(small), step, small)[0].host_reads
+    return Counted(
         counts=Counts(**{key: int(_largest([n])[0]) for key, n in asdict(counts).items()}),
         building=building.collectives,
         reading=reading,
         host_syncs=host_syncs,
         norm_error=abs(value - gradients.norm) / gradients.norm,
-        bytes=int(_largest([gradients.bytes])[0]),
-        **asdict(times),
-    )
-
-
-def _no_count(step: str, contender: Contender, gradients: Gradients, times: Times) -> Measurement:
-    """Leave the counts to the first round."""
-    name, does = contender.name, contender.does
-    return Measurement(
-        gradients.case.name, step, name, does, Counts(), 0, 0, 0, 0.0, 0, **asdict(times)
     )
 
 

@@ -18,8 +18,8 @@ import shardclip
 
 from .baselines import BASELINES
 from .cases import Case
+from .measurement import Measurement
 from .measuring import Found, Plan
-from .ranks import Measurement
 
 Row = dict[str, Any]
 

@@ -38,25 +38,25 @@ def _rows_by_contender(made: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 def _times(made: Sequence[Row]) -> list[str]:
     """Tell the median time, its ratio to the baseline, and the ratio's quartiles."""
-    head = f"{'ms':>8}{'ratio':>7} {'quartiles':<9}"
+    head = f"{'ms':>8}{'ratio':>6} {'quartiles':<9}"
     lines = [
-        f"{'':<{_NAME}}{'usual step':^25}{'clipped step':^25}{'first':>5}",
-        f"{'':<{_NAME}}{head}{head}{'ratio':>5}",
+        f"{'':<{_NAME}}{'usual step':^24}{'clipped step':^24}{'first':>7}",
+        f"{'':<{_NAME}}{head}{head}{'ratio':>7}",
         "-" * WIDTH,
     ]
     for name, steps in _rows_by_contender(made).items():
         cells = "".join(_time(name, steps.get(step)) for step in (USUAL, CLIPPED))
-        lines.append(f"{name:<{_NAME}}{cells}{_ratio(steps.get(FIRST)):>5}".rstrip())
+        lines.append(f"{name:<{_NAME}}{cells}{_ratio(steps.get(FIRST)):>7}".rstrip())
         lines += _hidden(steps.get(USUAL))
     return lines
 
 
 def _time(name: str, row: Row | None) -> str:
     if row is None:
-        return f"{'-':>8}{'':17}"
+        return f"{'-':>8}{'':16}"
     low, middle, high = row["ratio"] or (None, None, None)
     spread = "" if low is None or name == row["baseline"] else f"{_short(low)}-{_short(high)}"
-    return f"{row['milliseconds'][1]:>8.2f}{_short(middle):>7} {spread:<9}"
+    return f"{row['milliseconds'][1]:>8.2f}{_short(middle):>6} {spread:<9}"
 
 
 def _short(ratio: float | None) -> str:
