@@ -26,6 +26,8 @@ class Settings:
     nonfinite: str
     norms: str | None
     also: tuple[str, ...]
+    check_replicas: int = 0
+    max_consecutive_skips: int | None = None
     version: str = __version__
 
 

@@ -1,6 +1,7 @@
 """GradClipper: clipping for a training loop, worked out once."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from . import (
     agreement,
     compat,
     gradients,
+    inspection,
     loss_scaling,
     norm,
     optimizers,
@@ -31,6 +33,7 @@ from .pending import Begun, Judged, Pending
 from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
+from .skips import Skips
 
 POLICIES = ("propagate", "raise", "skip")
 
@@ -61,9 +64,10 @@ class GradClipper:
             parameter to that or to None. Without it plain tensors are copies on all ranks that
             have a parameter of the same name, shape and dtype.
         nonfinite: What a NaN or infinite norm does. "propagate": what torch does. "raise": every
-            rank raises ``NonFiniteGradientError`` with the parameters and the ranks. "skip": the
-            gradients stay as they are, ``result.skipped`` says so, ``clipper.skipped`` counts it.
-            The last two cost one host sync on CUDA.
+            rank raises ``NonFiniteGradientError`` with parameters, ranks, how many elements, and
+            where the first one is. "skip": the gradients stay as they are, ``result.skipped`` says
+            so, ``clipper.skipped`` counts it, ``result.nonfinite`` tells the same details. The last
+            two cost one host sync on CUDA; the details are gathered only where something is wrong.
         norms: "parameter" or "module": ``ClipResult.norms`` has the norms of every parameter, or of
             every module that owns parameters, over all ranks, from the same all-reduce.
         also: Names of numbers that ``clip_(also={...})`` sums over the ranks in the same
@@ -74,6 +78,13 @@ class GradClipper:
             ones where one process is alone. What is changed in place afterwards, or replaced, is
             summed again, but a collective from ``torch.distributed`` on ``.grad`` leaves no trace
             and must not be called in between.
+        check_replicas: Compare copies bit for bit, in every step or every so many: a flipped bit or
+            a swapped pair is found. Each holder then reads its copy in full once more, and on CUDA
+            such a step has one host sync. Not with p = inf.
+        on_drift: "raise" a ``ReplicaMismatchError`` where they differ, or "warn" and go on where
+            they differ by little.
+        max_consecutive_skips: Raise ``NonFiniteGradientError`` on every rank when so many steps in
+            a row were skipped.
 
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is.
@@ -97,6 +108,9 @@ class GradClipper:
         also: Sequence[str] = (),
         grad: Read | None = None,
         overlap: bool = False,
+        check_replicas: bool | int = False,
+        on_drift: str = "raise",
+        max_consecutive_skips: int | None = None,
     ) -> None:
         self.norm_type = norm.check_norm_type(norm_type)
         self.max_norm = max_norm
@@ -105,8 +119,21 @@ class GradClipper:
         _one_of("norms", norms, (None, "parameter", "module"))
         if self.also and norm.is_maximum(self.norm_type):
             raise ValueError("also= sums, and p = inf takes the maximum; drop one")
+        self.check_replicas = int(check_replicas)
+        if self.check_replicas < 0 or (check_replicas and norm.is_maximum(self.norm_type)):
+            raise ValueError(
+                f"check_replicas must be False, True or a number of steps, got {check_replicas!r}"
+                if self.check_replicas < 0
+                else "check_replicas= needs sums, and p = inf takes the maximum; drop one"
+            )
+        self.on_drift = _one_of("on_drift", on_drift, ("raise", "warn"))
+        self.max_consecutive_skips = max_consecutive_skips
+        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+            raise ValueError(
+                f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}"
+            )
         self.steps = 0
-        self._skips: int | Tensor = 0
+        self._skips = Skips()
         self._under_way = False
         self._world = reduce.resolve(group)
         planner = plan.Planner(self._world, layout)
@@ -117,7 +144,14 @@ class GradClipper:
         self._agreed = agreement.reach(
             sources,
             planner,
-            agreement.Settings(self.norm_type, self.nonfinite, norms, self.also),
+            agreement.Settings(
+                self.norm_type,
+                self.nonfinite,
+                norms,
+                self.also,
+                self.check_replicas,
+                max_consecutive_skips,
+            ),
             [group.get("max_norm", "default") for group in self.param_groups],
             problems,
         )
@@ -130,6 +164,7 @@ class GradClipper:
             len(self.also),
             0 if norm.is_maximum(self.norm_type) else self._world.size,
             checks=True,
+            drift=self.check_replicas > 0,
         )
         self._collector = Collector(
             sources, planner, self._agreed, lanes, self.norm_type, self.also, grad, overlap
@@ -152,8 +187,9 @@ class GradClipper:
             also: Numbers (0-dim tensors or floats) by the names declared as ``also=``, to be summed
                 over the ranks; what is left out counts 0.
             grad_scaler: A ``torch.amp.GradScaler`` that has scaled the loss. The norm is that of
-                the unscaled gradients, and unscaling and clipping are one multiplication. Where it
-                is not finite the gradients stay as they are. The scaler is left as its
+                the unscaled gradients, and unscaling and clipping are one multiplication (fp16
+                gradients too). Where it is not finite the gradients stay as they are, and all
+                optimizers skip the step, whatever ``nonfinite`` says. The scaler is left as its
                 ``unscale_`` leaves it: call ``grad_scaler.step(optimizer)`` and ``update()``.
             optimizers: With ``grad_scaler``, all that hold the gradients.
 
@@ -239,7 +275,7 @@ class GradClipper:
         """
         stepped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         groups = self._collector.group_of()
-        into = {id(one): optimizers.factor_group(one, groups) for one in stepped}
+        into = optimizers.factor_groups(stepped, groups)
         begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
         judged = self._judge(begun)
         folded = [one for one in stepped if into[id(one)] is not None]
@@ -274,24 +310,31 @@ class GradClipper:
         if self._under_way:
             raise RuntimeError("a step is under way: call finish() of what start() returned")
         limits = self._limits()
-        scaler = loss_scaling.resolve(grad_scaler, stepped)
+        scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
             settled.settle(self._world)
+        self._skips.raise_beyond(self.max_consecutive_skips)
+        compare = self.check_replicas > 0 and self.steps % self.check_replicas == 0
         found = self._collector.collect(also, scaler, stepped)
-        strict, skip = self.nonfinite == "raise", self.nonfinite == "skip"
+        # A loss scale that is too large is a scaler's usual way to find the right one.
+        strict = self.nonfinite == "raise" and scaler is None
+        skip = self.nonfinite == "skip"
         started = start(
             found.plan,
             found.grads,
             self.norm_type,
             self._world,
             strict=strict,
-            reads=found.fresh or strict or (skip and reads),
+            reads=found.fresh or strict or (skip and reads) or compare,
+            compare=compare,
             added=found.added,
             settings={
                 "max_norm": limits,
                 "nonfinite": self.nonfinite,
                 "grad_scaler": scaler is not None,
+                "on_drift": self.on_drift,
+                "steps": self.steps if self.check_replicas > 1 else 0,
             },
         )
         self._under_way = True
@@ -309,13 +352,16 @@ class GradClipper:
         """Conclude on all ranks alike; raise what is wrong before anything is touched."""
         self._under_way = False
         measured = begun.started.finish(begun.found.unit)
-        self._deferred = verdict.pass_verdict(measured, self._world)
+        warns = self.on_drift == "warn"
+        self._deferred = verdict.pass_verdict(measured, self._world, warns)
         for about, message in begun.found.plan.notices if begun.found.fresh else ():
             warn_once(about, message)
         failed = None
         if self._deferred is not None:
             failed = self._deferred.failed.to(measured.total_norm.device)
             measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
+            if compat.is_capturing():  # a replay of the graph returns to nobody who could raise
+                self._deferred = None
         elif measured.flags.present == 0:
             warn_once(self, NO_GRADIENTS)
         coefs = self._coefs(measured, begun.limits)
@@ -329,6 +375,8 @@ class GradClipper:
         stops = ~torch.isfinite(measured.total_norm)
         coefs, factors = torch.where(stops, 1.0, coefs), torch.where(stops, 1.0, factors)
         skipped = bool(stops) if measured.read else stops
+        if skipped is True and self.nonfinite == "skip" and self._deferred is None:
+            measured.nonfinite = inspection.nonfinite(measured, self._world)
         return Judged(measured, coefs, factors, stops, skipped, self._names(measured))
 
     @staticmethod
@@ -348,8 +396,8 @@ class GradClipper:
 
     def _result(self, judged: Judged) -> ClipResult:
         self.steps += 1
-        self._skips = self._skips + judged.skipped
-        return ClipResult(
+        self._skips.count(judged.skipped)
+        result = ClipResult(
             judged.measured,
             judged.coefs,
             keys=self._agreed.keys,
@@ -357,11 +405,21 @@ class GradClipper:
             skipped=judged.skipped,
             nonfinite=judged.names,
         )
+        if not isinstance(judged.skipped, Tensor):
+            self._skips.raise_beyond(self.max_consecutive_skips)
+        for note in judged.measured.notes:
+            warnings.warn(note, stacklevel=3)
+        return result
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped; on CUDA a host sync."""
-        return int(self._skips)
+        """How many steps were skipped; a host sync where that was decided on a device."""
+        return int(self._skips.total)
+
+    @property
+    def consecutive_skips(self) -> int:
+        """How many steps were skipped since the last one that was not; a host sync likewise."""
+        return int(self._skips.streak)
 
     def _limits(self) -> list[float | None]:
         """Return each group's threshold as it is now."""
@@ -371,11 +429,11 @@ class GradClipper:
     def _coefs(self, measured: Measured, limits: Sequence[float | None]) -> Tensor:
         """Return each group's coefficient; of groups that are left alone, 1."""
         norms = measured.group_norms
-        given = compat.on_host([math.inf if limit is None else limit for limit in limits])
-        coefs = norm.clip_coef(norms, compat.to_device(given, norms.device))
+        given = tuple(math.inf if limit is None else limit for limit in limits)
+        coefs = norm.clip_coef(norms, compat.constant(given, torch.float64, norms.device))
         if None in limits:
-            alone = compat.on_host([limit is None for limit in limits], torch.bool)
-            coefs = torch.where(compat.to_device(alone, norms.device), 1.0, coefs)
+            alone = tuple(limit is None for limit in limits)
+            coefs = torch.where(compat.constant(alone, torch.bool, norms.device), 1.0, coefs)
         return coefs
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -100,6 +101,37 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+@lru_cache(maxsize=256)
+def constant(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a small tensor that is the same in most steps; never write into it.
+
+    Kept on its device: a step then copies nothing there, and can be captured in a CUDA graph.
+    """
+    return to_device(on_host(values, dtype), device)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, so that nothing can be read in this call."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class HostCopy:
+    """A small tensor on its way to the host; on an accelerator nobody waits for it yet."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor.to("cpu", non_blocking=True)
+        self._event: torch.Event | None = None
+        if tensor.device.type != "cpu":
+            self._event = torch.Event(tensor.device)
+            self._event.record()
+
+    def read(self) -> Tensor:
+        """Wait until it has arrived; never poll, so that all ranks do the same."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 def signature(tensor: Any) -> object:
     """Return what a plan depends on; None for None.
 
@@ -134,9 +166,27 @@ def from_local(local: Tensor, like: Any) -> Tensor:
     )
 
 
+def global_offset(tensor: Any) -> tuple[int, ...]:
+    """Tell where this rank's part of a DTensor begins in the whole, dim by dim."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = mesh_and_placements(tensor)
+    return compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]
+
+
 def full_tensor(tensor: Any) -> Tensor:
     """Gather a DTensor, as torch's own norm is one; its mesh's ranks must all call."""
     return cast("Tensor", tensor.full_tensor())
+
+
+def default_store() -> Any:
+    """Return the key-value store that the default process group was made with, if it is there."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._get_default_store()
+    except (AttributeError, ValueError):
+        return None
 
 
 def root_mesh(mesh: Any) -> Any:

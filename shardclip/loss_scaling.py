@@ -152,12 +152,11 @@ def mark_unscaled(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor) -
     found = found_inf.detach().ne(0).float()
     if _is_sharded(scaler) and not getattr(optimizer, "_step_supports_amp_scaling", False):
         found = found.view(1)  # as it has it; but with this its own step of fused ones fails
+    told = {d: compat.to_device(found, d) for d in devices or [_scale(scaler).device]}
     state["found_inf_per_device"] = {
-        # Never the same tensor twice: update() adds them up in place.
-        device: torch.maximum(
-            compat.to_device(found, device), held.get(device, found.new_zeros(())).to(device)
-        )
-        for device in devices or [_scale(scaler).device]
+        # All of them are new tensors: update() adds them up in place.
+        device: torch.maximum(now, held[device]) if device in held else now
+        for device, now in told.items()
     }
     state["stage"] = _STAGES.UNSCALED
 

@@ -35,6 +35,9 @@ class Measured:
         home: The device that the payload travelled on.
         unit: What the gradients are still to be multiplied by, where they are.
         settings: What all ranks should have alike in this step.
+        grads: The gradients that the plan's positions count.
+        notes: What to warn of when the step is through.
+        nonfinite: What is not finite on any rank, where that was gathered.
     """
 
     payload: Tensor
@@ -51,6 +54,9 @@ class Measured:
     home: torch.device = field(default_factory=lambda: torch.device("cpu"))
     unit: Tensor | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    grads: Sequence[Tensor | None] = ()
+    notes: list[str] = field(default_factory=list)
+    nonfinite: tuple[Any, ...] = ()
 
     def targets(self, group: int, apart: frozenset[int] = frozenset()) -> list[Tensor]:
         """List what is scaled in place for a param group, but for parameters set apart by `id`."""
@@ -94,7 +100,7 @@ class Measured:
 
     def without_gradients(self) -> Measured:
         """Return the same without the gradients, which must not outlive their step."""
-        return replace(self, local=[], wholes=[])
+        return replace(self, local=[], wholes=[], grads=[])
 
 
 @dataclass
@@ -110,6 +116,7 @@ class Started:
     sketches: Tensor | None
     read: bool
     settings: Mapping[str, object]
+    grads: Sequence[Tensor | None]
 
     @torch.no_grad()
     def finish(self, unit: Tensor | None = None) -> Measured:
@@ -124,7 +131,7 @@ class Started:
         payload = self.payload.cpu() if self.read else self.payload  # the sync of a step that reads
         found = conclude(self.plan, payload, self.p, self.local, self.wholes, self.sketches, unit)
         found.read, found.each, found.home = self.read, self.plan.each(), home
-        found.settings = self.settings
+        found.settings, found.grads = self.settings, self.grads
         return found
 
 
@@ -146,6 +153,7 @@ def start(
     reads: bool = False,
     added: Sequence[float | Tensor] = (),
     settings: Mapping[str, object] | None = None,
+    compare: bool = False,
 ) -> Started:
     """Sum what this rank owns and start to combine it with the other ranks': one all-reduce.
 
@@ -158,6 +166,7 @@ def start(
         reads: This rank will read the lanes in this step, even if that costs a host sync.
         added: Numbers to be summed over the ranks.
         settings: What all ranks should have alike, by name; compared where the lanes do so.
+        compare: Compare copies bit for bit, where the lanes have room for it.
     """
     local = locals_of(plan, grads)
     parts, wholes = readings(plan, local)
@@ -167,9 +176,9 @@ def start(
     number = fingerprints.of(*settings.items())
     checked = plan.lanes.settings(number, world) if plan.lanes.checks else {}
     flags = Flags(bool(plan.seats), strict, not reads, bool(plan.problems), **checked)
-    payload, sketches = fill(plan, parts, wholes, p, device, flags, added)
+    payload, sketches = fill(plan, parts, wholes, p, device, flags, added, compare)
     work = reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
-    return Started(plan, payload, work, p, local, wholes, sketches, reads, settings)
+    return Started(plan, payload, work, p, local, wholes, sketches, reads, settings, grads)
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -185,19 +194,22 @@ def fill(
     device: torch.device,
     flags: Flags,
     added: Sequence[float | Tensor] = (),
+    compare: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Pack this rank's part of the payload; return it, and the fingerprints of its copies."""
     lanes = plan.lanes
-    powers = proof = sketches = None
+    powers = proof = sketches = bits = None
     if plan.seats and not plan.problems:
         tables = plan.tables(parts, wholes, device)
         sums = compat.to_device(tables.kernel(parts, p), device)
         powers = tables.powers(sums, norm.is_maximum(p), lanes)
         if tables.proof is not None:
-            held = [w for w, s in zip(wholes, plan.seats, strict=True) if s.copy is not None]
+            held = plan.copied(wholes)
             sketches = tables.proof.sketches(held)
             proof = tables.proof.lanes(sketches, lanes.slots, device)
-    return lanes.pack(device, powers, flags, added, proof), sketches
+            if compare and tables.drift is not None:
+                bits = compat.to_device(tables.drift.lanes(tables.drift.hashes(held)), device)
+    return lanes.pack(device, powers, flags, added, proof, bits), sketches
 
 
 def conclude(

@@ -116,7 +116,7 @@ def step_scaled(optimizer: Optimizer, coef: Tensor, found_inf: Tensor | None = N
     if on_host:
         coef = _applied_on_host(held, coef, stops)
     if not (on_host and float(coef) == 1):
-        scale = ((1.0 if scale is None else scale.to(device)) / coef).float()
+        scale = (coef.reciprocal() if scale is None else scale.to(device) / coef).float()
     with _attributes(optimizer, grad_scale=scale, found_inf=stops):
         optimizer.step()
 

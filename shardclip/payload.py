@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import fingerprints, replicas
-from .compat import on_host, to_device
+from . import drift, fingerprints, replicas
+from .compat import constant, on_host, to_device
 from .digits import ALONE, Digits
 from .world import World
 
@@ -59,6 +59,7 @@ class Lanes:
         ranks: How many ranks add up, where flags are to share lanes; 0: each has a lane of its own,
             which a maximum does not mix up either.
         checks: The ranks' settings are compared.
+        drift: Copies may be compared bit for bit.
     """
 
     groups: int = 1
@@ -67,6 +68,7 @@ class Lanes:
     sums: int = 0
     ranks: int = 0
     checks: bool = False
+    drift: bool = False
 
     @cached_property
     def powers(self) -> slice:
@@ -90,14 +92,19 @@ class Lanes:
         return slice(self.flags.stop, self.flags.stop + self.sums)
 
     @cached_property
+    def bits(self) -> slice:
+        """What compares copies bit for bit."""
+        return slice(self.added.stop, self.added.stop + self.drift * drift.LANES)
+
+    @cached_property
     def copies(self) -> slice:
         """The proof of copies, ``slots`` times ``replicas.LANES``."""
-        return slice(self.added.stop, self.size)
+        return slice(self.bits.stop, self.size)
 
     @cached_property
     def size(self) -> int:
         """How many lanes there are."""
-        return int(self.added.stop) + self.slots * replicas.LANES
+        return int(self.bits.stop) + self.slots * replicas.LANES
 
     @cached_property
     def _digits(self) -> Digits:
@@ -115,6 +122,7 @@ class Lanes:
         flags: Flags,
         added: Sequence[float | Tensor] = (),
         proof: Tensor | None = None,
+        bits: Tensor | None = None,
     ) -> Tensor:
         """Lay one rank's numbers side by side.
 
@@ -124,14 +132,20 @@ class Lanes:
             flags: What this rank says.
             added: The caller's numbers; none: zeros.
             proof: ``(slots, replicas.LANES)``, on that device; None: zeros.
+            bits: ``(drift.LANES,)``, on that device; None: zeros.
         """
         numbers = [0.0 if isinstance(value, Tensor) else value for value in added]
         numbers += [0.0] * (self.sums - len(numbers))
-        told = to_device(on_host([*self.say(flags), *numbers]), device)
-        for index, value in enumerate(added, len(told) - self.sums):
-            if isinstance(value, Tensor):
-                told[index] = value
-        lanes = [self._zeros(self.nans.stop, device) if powers is None else powers, told]
+        lanes = [self._zeros(self.nans.stop, device) if powers is None else powers]
+        lanes.append(constant(tuple(self.say(flags)), torch.float64, device))
+        if self.sums:
+            told = to_device(on_host(numbers), device)
+            for index, value in enumerate(added):
+                if isinstance(value, Tensor):
+                    told[index] = value
+            lanes.append(told)
+        if self.drift:
+            lanes.append(self._zeros(drift.LANES, device) if bits is None else bits)
         if self.slots:
             room = self.slots * replicas.LANES
             lanes.append(self._zeros(room, device) if proof is None else proof.view(-1))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import adapters, compat, kernels, replicas
+from .drift import Drift
 from .gradients import Layout, Source
 from .ownership import Ownership, Shares, own, segment
 from .payload import Lanes
@@ -90,6 +91,11 @@ class Plan:
         """Return the seats that this rank reads anything of."""
         return [seat for seat in self.seats if seat.part is not None]
 
+    def copied(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the seats' tensors that other ranks hold copies of."""
+        pairs = zip(wholes, self.seats, strict=True)
+        return [whole for whole, seat in pairs if seat.copy is not None]
+
     def each(self) -> Tensor | None:
         """Return the kernel's sum for each tensor of the last step, where it makes one."""
         return None if self._tables is None else self._tables.kernel.each
@@ -114,6 +120,7 @@ class Tables:
         weights: The buckets' factors.
         direct: The buckets' sums are the power lanes as they are.
         proof: For the tensors that other ranks hold copies of, if there are any.
+        drift: For the same, bit for bit.
     """
 
     kernel: kernels.Kernel
@@ -122,6 +129,7 @@ class Tables:
     weights: Tensor
     direct: bool
     proof: replicas.Proof | None
+    drift: Drift | None
 
     def powers(self, sums: Tensor, maximum: bool, lanes: Lanes) -> Tensor:
         """Spread the buckets' sums over the lanes of the powers, and their NaNs under a maximum."""
@@ -150,17 +158,19 @@ class Tables:
         ]
         routes = compat.to_device(compat.on_host(rows, torch.int64), device)
         weights = compat.on_host([bucket.weight for bucket in plan.buckets])
-        held = [(s.copy, w) for s, w in zip(plan.seats, wholes, strict=True) if s.copy is not None]
-        proof = None
+        held = plan.copied(wholes)
+        copies = [seat.copy for seat in plan.seats if seat.copy is not None]
+        proof: replicas.Proof | None = None
+        drift: Drift | None = None
         if held:
-            copies = [copy for copy, _ in held]
-            sizes = [compat.numbers_in(w) for _, w in held]
-            proof = replicas.Proof(copies, sizes, held[0][1].device)
+            sizes = [compat.numbers_in(whole) for whole in held]
+            proof = replicas.Proof(copies, sizes, held[0].device)
+            drift = Drift(copies, held[0].device) if plan.lanes.drift else None
         kernel = plan.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
         whole = range(plan.lanes.nans.stop)
         direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in plan.buckets)
         weights = compat.to_device(weights, device)
-        return Tables(kernel, routes[:, 0], routes[:, 1], weights, direct, proof)
+        return Tables(kernel, routes[:, 0], routes[:, 1], weights, direct, proof, drift)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import compat
+from . import compat, roll_call
 from .world import World
 
 
@@ -64,14 +64,24 @@ def _payload_device(process_group: Any) -> torch.device:
 class Work:
     """An all-reduce under way; nothing to wait for where a rank is alone."""
 
-    def __init__(self, work: Any = None) -> None:
+    def __init__(self, work: Any, world: World) -> None:
         self._work = work
+        self._world = world
 
     def wait(self) -> None:
-        """Return when the payload is combined; on CUDA let the current stream wait for it."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Return when the payload is combined; on CUDA let the current stream wait for it.
+
+        Raises:
+            RuntimeError: The group's time-out has passed, or the connection is lost: names the
+                ranks that did not take part.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(roll_call.explain(error, self._world)) from error
 
 
 def all_reduce(payload: Tensor, world: World, *, maximum: bool = False) -> Work:
@@ -83,9 +93,13 @@ def all_reduce(payload: Tensor, world: World, *, maximum: bool = False) -> Work:
         maximum: Combine by MAX rather than by SUM.
     """
     if world.process_group is None:
-        return Work()
+        return Work(None, world)
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-    return Work(dist.all_reduce(payload, op, group=world.process_group, async_op=True))
+    try:
+        work = dist.all_reduce(payload, op, group=world.process_group, async_op=True)
+    except RuntimeError as error:  # Gloo finds a lost connection already here
+        raise RuntimeError(roll_call.explain(error, world)) from error
+    return Work(work, world)
 
 
 def gather(value: Any, world: World) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import norm, verdict
+from .inspection import NonFinite
 from .measure import Measured
 
 
@@ -127,8 +128,18 @@ class ClipResult:
         )
 
     @property
+    def nonfinite(self) -> tuple[NonFinite, ...]:
+        """What was not finite on any rank: parameter, ranks, counts, index of the first element.
+
+        Gathered by ``nonfinite="skip"`` where it is decided on the host; else empty.
+        """
+        return self._measured.nonfinite
+
+    @property
     def nonfinite_parameters(self) -> tuple[str, ...]:
-        """Names of this rank's parameters with a NaN or an infinity."""
+        """Names of parameters with a NaN or an infinity: this rank's, or all in ``nonfinite``."""
+        if self.nonfinite:
+            return tuple(found.name for found in self.nonfinite)
         if self._nonfinite is None:
             self._nonfinite = () if self.finite else verdict.nonfinite_names(self._measured)
         return tuple(self._nonfinite)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from . import kernels, reduce, replicas
-from .compat import on_host
+from . import drift, inspection, kernels, reduce, replicas
+from .compat import HostCopy, on_host
 from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .gradients import Source
+from .inspection import listed
 from .measure import Measured
 from .norm import is_maximum
 from .world import World
@@ -86,7 +87,7 @@ def raise_unlike(told: Sequence[tuple[Mapping[str, object], Sequence[int]]]) -> 
         for said, ranks in told:
             values[repr(said.get(name))].extend(ranks)
         if len(values) > 1:
-            shown = "; ".join(f"{value} on rank {_listed(r)}" for value, r in values.items())
+            shown = "; ".join(f"{value} on rank {listed(r)}" for value, r in values.items())
             raise ValueError(f"{name}= differs between ranks: {shown}. Give all ranks the same")
 
 
@@ -96,12 +97,7 @@ def raise_nonfinite(measured: Measured, world: World) -> None:
     Raises:
         NonFiniteGradientError: Always.
     """
-    told = reduce.gather((world.rank, nonfinite_names(measured)), world)
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, names in told:
-        for name in names:
-            ranks[name].append(rank)
-    lines = [f"{name} (rank {_listed(where)})" for name, where in ranks.items()]
+    lines = [str(found) for found in inspection.nonfinite(measured, world)]
     what = _few(lines) if lines else "the sum of the gradients' powers overflows float64"
     raise NonFiniteGradientError(
         f"the total norm is non-finite ({float(measured.total_norm)}): NaN or infinity in {what}. "
@@ -120,6 +116,21 @@ def nonfinite_names(measured: Measured) -> list[str]:
         flags, seats = measured.kept(), measured.plan.read()
     pairs = zip(seats, flags, strict=bool(flags))
     return list(dict.fromkeys(seat.source.name for seat, bad in pairs if bad))
+
+
+def raise_drift(measured: Measured, world: World, warn: bool) -> None:
+    """Raise, or note for a warning, on every rank if copies differ in any bit.
+
+    Raises:
+        ReplicaMismatchError: Names the parameters, the ranks, and how far apart they are.
+    """
+    bits = measured.payload[measured.plan.lanes.bits]
+    if not drift.found(bits):
+        return
+    text = f"copies are not the same bit for bit: {_few(inspection.drifted(measured, world))}"
+    if not warn:
+        raise ReplicaMismatchError(f"{text}. No gradient was changed")
+    measured.notes.append(text)  # a warning may be an error: not before the step is through
 
 
 def raise_mismatch(measured: Measured, world: World) -> None:
@@ -178,14 +189,12 @@ def _describe(held: list[_Held], row: torch.Tensor) -> str:
         name = held[0].name
     missing = {rank for entry in held for rank in entry.copy.holders} - set(ranks)
     if missing:
-        return f"{name}: on rank {_listed(ranks)}, but not on rank {_listed(missing)}"
+        return f"{name}: on rank {listed(ranks)}, but not on rank {listed(missing)}"
     difference = float(row[: replicas.SKETCH].square().sum().sqrt())
     scale = float(row[replicas.SKETCH].sqrt())
     odd = sorted({rank for entry in held for rank in _odd_ones(entry, held)})
-    if odd:
-        who = f"rank {_listed(odd)} differs from the others"
-    else:
-        who = f"ranks {_listed(ranks)} differ"
+    who = f"rank {listed(odd)} differs from the others"
+    who = who if odd else f"ranks {listed(ranks)} differ"
     return f"{name}: {who} by {difference / scale:.2g} of its size"
 
 
@@ -203,18 +212,18 @@ def _odd_ones(entry: _Held, held: list[_Held]) -> list[int]:
     return [entry.rank]
 
 
-def _listed(ranks: Iterable[int]) -> str:
-    ranks = sorted(set(ranks))
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
 def _few(lines: list[str]) -> str:
     more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
     return "; ".join(lines[:8]) + more
 
 
-def pass_verdict(measured: Measured, world: World) -> Deferred | None:
+def pass_verdict(measured: Measured, world: World, warns: bool = False) -> Deferred | None:
     """Raise what is wrong on every rank, or leave it to the next call, likewise on every rank.
+
+    Args:
+        measured: The step.
+        world: Who took part.
+        warns: Copies that differ in some bit, but not much, are only warned of.
 
     Returns:
         What the next call has to settle: some rank does not read its lanes in this step. None if
@@ -236,6 +245,7 @@ def pass_verdict(measured: Measured, world: World) -> Deferred | None:
         if flags.strict:
             raise_nonfinite(measured, world)
     elif not is_maximum(measured.p):
+        raise_drift(measured, world, warns)
         raise_mismatch(measured, world)
     return None
 
@@ -253,11 +263,7 @@ class Deferred:
             failed = failed | (differ & torch.isfinite(measured.total_norm))
         self.failed = failed
         self.measured = measured.without_gradients()
-        self._host = failed.to("cpu", non_blocking=True)
-        self._event: torch.Event | None = None
-        if failed.device.type != "cpu":
-            self._event = torch.Event(failed.device)
-            self._event.record()
+        self._told = HostCopy(failed)
 
     def without_parameters(self) -> Deferred:
         """Forget the parameters but for their names, for a verdict that nobody else keeps."""
@@ -274,9 +280,7 @@ class Deferred:
         Raises:
             ValueError, TypeError, ReplicaMismatchError: As ``pass_verdict``.
         """
-        if self._event is not None:
-            self._event.synchronize()  # waiting, never polling: all ranks raise in the same call
-        if bool(self._host):
+        if bool(self._told.read()):
             if self.measured.flags.errors:
                 raise_problems(self.measured, world)
             if self.measured.flags.differ:

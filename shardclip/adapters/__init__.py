@@ -107,6 +107,22 @@ def _declared(source: Source, tensor: Tensor, layout: Layout) -> Any:
     return None if compat.is_dtensor(tensor) else layout
 
 
+def global_index(grad: Tensor, index: int) -> tuple[int, ...]:
+    """Find an element of a local gradient in the whole one.
+
+    Args:
+        grad: The gradient; of a plain one its own index is given.
+        index: Of the element in the local part, flat, in logical order.
+    """
+    shape = compat.local_tensor(grad).shape
+    offsets = compat.global_offset(grad) if compat.is_dtensor(grad) else (0,) * len(shape)
+    out = []
+    for size, offset in zip(reversed(shape), reversed(offsets), strict=True):
+        index, place = divmod(index, size)
+        out.append(place + offset)
+    return tuple(reversed(out))
+
+
 Read = Callable[[Tensor], Tensor | None]
 
 
@@ -131,4 +147,13 @@ def storage(local: Tensor) -> Tensor:
     return values(local)
 
 
-__all__ = ["Read", "check", "module_sources", "place", "read_grad", "storage", "values"]
+__all__ = [
+    "Read",
+    "check",
+    "global_index",
+    "module_sources",
+    "place",
+    "read_grad",
+    "storage",
+    "values",
+]

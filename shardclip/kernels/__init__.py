@@ -1,4 +1,4 @@
-"""Local power sums: many tensors in, one float64 sum per bucket out.
+"""Local power sums: many tensors in, one float64 sum per bucket out; and products in place.
 
 A kernel is built once for a list of tensors (their shapes, dtypes and devices) and called every
 step with tensors of the same kind. All kernels have one signature; ``foreach`` specifies it.
@@ -53,7 +53,12 @@ def build(tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> Kern
 
 
 def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
-    """Multiply tensors in place by a 0-dim float64 tensor; both on one device."""
+    """Multiply in place, with no host sync.
+
+    Args:
+        tensors: Of any dtype and stride, all on one device.
+        coef: float64, 0-dim, on that device.
+    """
     if available(coef.device):
         from . import fused
 

@@ -1,4 +1,4 @@
-"""Power sums by torch's foreach calls, in float64: for CUDA, and the specification on CPU."""
+"""Power sums and products by torch's foreach calls: where Triton is not, and the specification."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from shardclip.norm import is_maximum
 class PowerSums:
     """Sum |x|^p per bucket; see ``kernels.build``.
 
-    float64 holds the square of every smaller dtype's number, so nothing overflows or underflows.
+    In float64, which holds the square of every smaller dtype's number: nothing overflows.
     Tensors of several devices are summed where they lie; the result is on the first one's device.
     """
 

@@ -1,6 +1,7 @@
 """The Triton kernels: power sums and scaling, each in one launch over a whole list of tensors.
 
-Deterministic: sums are kept block by block and combined in a fixed order, without atomics.
+Sums are kept block by block and combined in a fixed order, without atomics: the same tensors at
+addresses of the same alignment give the same bits.
 """
 
 from __future__ import annotations
@@ -83,17 +84,18 @@ class _Blocks:
 class PowerSums:
     """Sum |x|^p per bucket; see ``kernels.build``. All tensors lie on one device.
 
-    Two launches: one reads the tensors, one combines the blocks' sums. Up to eight float32 numbers
-    are added in float32, everything else in float64; a block whose squares float32 cannot hold is
-    summed again in float64. p other than 0, 1, 2 and inf, and complex tensors with p other than 2,
-    are left to ``foreach``.
+    Two launches: one reads the tensors, one combines the blocks' sums. Sixteen numbers at a time
+    are added in float32, these sums in float64: the error is at most eight float32 roundings. A
+    block whose squares float32 cannot hold is summed again in float64. p other than 0, 1, 2 and
+    inf, and complex tensors with p other than 2, are left to ``foreach``.
 
-    No host sync; can be captured in a CUDA graph after a call that compiles.
+    No host sync. A call can be captured in a CUDA graph after one like it, which compiles.
 
     Attributes:
         each: float64, the last call's sum for each tensor.
-        nonfinite: float64, how many elements of each tensor were not finite in the last call;
-            None where ``foreach`` made it. ``nonfinite_in_buckets``: the same for each bucket.
+        nonfinite: float64, how many numbers of each tensor were not finite in the last call (of a
+            complex one, each has two); None where ``foreach`` made it.
+        nonfinite_in_buckets: The same for each bucket.
     """
 
     def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> None:
@@ -155,7 +157,7 @@ def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
 
     Where the coefficient is exactly 1, the tensors are neither read nor written. The product is
     taken in float32, or float64 for float64 tensors, and rounded once more to a 16-bit dtype. No
-    host sync; can be captured in a CUDA graph after a call that compiles.
+    host sync. A call can be captured in a CUDA graph after one like it, which compiles.
 
     Args:
         tensors: All on one device; those with gaps or overlaps are left to ``foreach``.

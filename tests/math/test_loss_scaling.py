@@ -17,6 +17,7 @@ from shardclip.loss_scaling import (
 )
 from shardclip.optimizers import factor_group
 from shardclip.scale import scale_
+from tests.math.accelerator import accelerator, no_host_sync
 
 F = torch.tensor
 CPU = torch.device("cpu")
@@ -281,6 +282,24 @@ def test_a_rank_without_gradients_records_what_the_others_found():
         step_with_scaler(scaler, optimizer, F(True))
         scaler.update()
         assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_on_an_accelerator_nothing_is_read(unscaled):
+    with accelerator() as device:
+        one = nn.Parameter(torch.ones(3, device=device))
+        one.grad = torch.ones(3, device=device)
+        optimizer = optim.AdamW([one], fused=True)
+        scaler = GradScaler("cpu")  # "cuda" would look for one
+        scaler.scale(torch.ones((), device=device))
+        if unscaled:
+            scaler.unscale_(optimizer)
+        found = torch.zeros((), dtype=torch.bool, device=device)
+        with no_host_sync():
+            assert resolve(scaler, [optimizer]) is scaler
+            coef = inverse_scale(scaler, [optimizer], device)
+            step_with_scaler(scaler, optimizer, found, coef)
+            scaler.update()
 
 
 # What is refused

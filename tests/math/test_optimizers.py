@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardclip.optimizers import factor_group, factor_groups, step_plain, step_scaled, unfused
 from shardclip.scale import scale_
+from tests.math.accelerator import accelerator, no_host_sync
 
 F = torch.tensor
 
@@ -193,6 +194,23 @@ def test_found_inf_leaves_everything_as_it_was(name, coef):
         assert torch.equal(was, now)
     for one, grad in zip(params, bad, strict=True):
         assert torch.equal(one.grad, grad)
+
+
+@pytest.mark.parametrize("found_inf", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])  # the others' kernels are not known there
+def test_on_an_accelerator_nothing_is_read(name, found_inf):
+    with accelerator() as device:
+        one = nn.Parameter(torch.ones(3, device=device))
+        one.grad = torch.ones(3, device=device)
+        optimizer = OPTIMIZERS[name]([one], fused=True)
+        coef = torch.full((), 0.5, dtype=torch.float64, device=device)
+        found = torch.zeros((), dtype=torch.bool, device=device) if found_inf else None
+        with no_host_sync():
+            step_scaled(optimizer, coef, found)
+        with pytest.raises(RuntimeError):
+            float(coef)  # it would have raised
+        with pytest.raises(AssertionError), no_host_sync():
+            coef.cpu()
 
 
 # The attributes

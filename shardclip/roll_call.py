@@ -1,0 +1,61 @@
+"""Who is missing, when a collective has failed.
+
+Nothing is noted on the usual path. Ranks whose all-reduce has failed sign a list in the job's
+key-value store, wait a little for each other, and read who has signed.
+"""
+
+import time
+
+import torch.distributed as dist
+
+from . import compat, fingerprints
+from .world import World
+
+PATIENCE = 5.0
+"""Seconds to wait for the other ranks, whose time-outs may have begun a little later."""
+
+_PAUSE = 0.1
+
+_calls: dict[tuple[int, ...], int] = {}
+
+
+def explain(error: BaseException, world: World) -> str:
+    """Describe a failed collective: which ranks did not take part, as far as can be told.
+
+    Args:
+        error: What the backend has said.
+        world: Who should have taken part.
+    """
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    missing = _missing(world)
+    if missing is None:
+        who = "which ranks are missing cannot be told: the job's store does not answer"
+    elif missing:
+        names = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        who = (
+            f"rank(s) {names} of {world.size} did not take part in it. They have stopped, hang "
+            "elsewhere, or did not make this call: every rank of the group must, also one without "
+            "gradients"
+        )
+    else:
+        who = "every rank has made the call, so the network, or a time-out too short, is to blame"
+    return f"the all-reduce of the gradients' norm failed: {who}. The backend said: {said}"
+
+
+def _missing(world: World) -> list[int] | None:
+    """Sign the list, wait, and tell who has not; None where there is no list."""
+    store = compat.default_store()
+    if store is None:
+        return None
+    number = _calls[world.ranks] = _calls.get(world.ranks, 0) + 1
+    prefix = f"shardclip/failed/{fingerprints.of(world.ranks)}/{number}"
+    try:
+        store.set(f"{prefix}/{world.rank}", "here")
+        until = time.monotonic() + PATIENCE
+        missing = list(world.ranks)
+        while missing and time.monotonic() < until:
+            missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+            time.sleep(_PAUSE if missing else 0)
+    except (RuntimeError, dist.DistError):  # the store's host may be the one that is gone
+        return None
+    return missing
