@@ -98,6 +98,7 @@ QUICK = (
     "two-meshes/llama-stack",
     "plain/layers",
     "plain/one-64Mi/bf16",
+    "fsdp2/small-10@1",
 )
 """Every layout once, for a smoke test."""
 

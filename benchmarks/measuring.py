@@ -43,10 +43,14 @@ class Found:
 
 
 def together(cases: Sequence[Case]) -> list[list[Case]]:
-    """Put cases together that run in the same processes; DeepSpeed has its own."""
+    """Put cases together that run in the same processes.
+
+    DeepSpeed has its own, and so has a process without a group.
+    """
     groups: dict[object, list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.ranks, case.layout == "zero2"), []).append(case)
+        apart = case.layout if case.layout in ("plain", "zero2") else ""
+        groups.setdefault((case.ranks, apart), []).append(case)
     return list(groups.values())
 
 

@@ -54,7 +54,7 @@ def run_rank(rank: int, ranks: int, cases: Sequence[Case], settings: Settings, f
     """Measure the cases as one of `ranks` processes; rank 0 writes a line for each case."""
     _silence()
     torch.set_num_threads(settings.threads)
-    if ranks > 1:
+    if cases[0].layout != "plain":
         dist.init_process_group(
             "gloo",
             init_method=(Path(folder) / "store").as_uri(),
@@ -70,7 +70,7 @@ def run_rank(rank: int, ranks: int, cases: Sequence[Case], settings: Settings, f
             with (Path(folder) / "measured.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         gc.collect()
-    if ranks > 1:
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ say is replayed: ranks of one pipeline stage say the same, so one of each stage 
 parameters have a real model's shapes; their local tensors are views of memory that nobody touches.
 """
 
+import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -88,12 +89,15 @@ def _build_and_plan(
     replay: Replay, held: Sequence[tuple[str, nn.Parameter]], grads: Sequence[Tensor]
 ) -> tuple[float, float, Plan]:
     by_id = {id(one): grad for (_, one), grad in zip(held, grads, strict=True)}
+    gc.collect()  # a collection would fall into one plan and not into another
+    gc.disable()
     start = time.thread_time()
     with replay.of(0, asked=False):
         clipper = shardclip.GradClipper(held, 1.0, grad=lambda one: by_id[id(one)])
     built = time.thread_time()
     made = clipper._collector.collect(None, None, ()).plan
     planned = time.thread_time()
+    gc.enable()
     if made.problems:
         raise RuntimeError(str(made.problems[0]))
     return built - start, planned - built, made
