@@ -50,7 +50,9 @@ class Case:
     @property
     def text(self) -> str:
         """What it is, in words."""
-        where = LAYOUTS[self.layout] + ("" if self.ranks == 1 else f" on {self.ranks} ranks")
+        where = LAYOUTS[self.layout]
+        if self.layout != "plain":
+            where += f" on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
         return f"{self.shapes.text}, {self.dtype}, {where}"
 
 

@@ -29,7 +29,7 @@ class Counted:
         building: Collectives for what is built before the first call.
         reading: Collectives more for reading the norm that the call returned.
         host_syncs: Values that the host reads where reading is not free, as on a device; None where
-            that path cannot be taken on CPU.
+            that path cannot be taken on CPU, and in steps that are not the usual one.
         norm_error: Of the norm, relative to the float64 norm of the whole.
     """
 

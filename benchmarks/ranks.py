@@ -194,8 +194,8 @@ def _count(step: str, contender: Contender, gradients: Gradients, small: Gradien
     host_syncs: int | None = counts.host_reads
     if contender in OURS:
         _check_scaling(contender, gradients, step)
-        host_syncs = None  # a fused step on CPU reads, which is free there alone
-        if contender.does != "step":
+        host_syncs = None
+        if step == USUAL and contender.does != "step":  # a fused step on CPU reads there alone
             with as_on_a_device():
                 host_syncs = _counted(contender.make(small), step, small)[0].host_reads
     return Counted(

@@ -18,7 +18,7 @@ def run(*command: str, code: int = 0) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
