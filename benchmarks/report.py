@@ -88,7 +88,9 @@ float64."""
 
 _MODELLED = """The next table is **modelled, not measured**: an alpha-beta model with NCCL's own
 constants, stated with their source in `benchmarks/scale/latency.py`. torch's norm is that of each
-pipeline stage alone, so it has one all-reduce less than it would need."""
+pipeline stage alone, so it has one all-reduce less than it would need. One all-reduce over all GPUs
+is deeper than several over an axis each: at thousands of GPUs it takes longer, and `group=` of one
+replica's ranks takes that back, where each replica may read all of its gradients."""
 
 
 def _of(made: Sequence[Row], *kinds: str) -> list[Row]:

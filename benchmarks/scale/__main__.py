@@ -104,9 +104,10 @@ def latency_table(made: Sequence[Row]) -> str:
     """Set the modelled latencies in a table."""
     lines = [
         "MODELLED, not measured: microseconds of a step's all-reduces (their number)",
-        f"{'model':<6}{'mesh':>17}{'ranks':>7}{'torch, per stage':>18}{'torchtitan':>15}"
-        f"{'GradClipper':>16}",
-        "-" * 79,
+        f"{'':<30}{'torch,':>11}{'':>24}{'GradClipper':>13}",
+        f"{'model':<6}{'mesh':>17}{'ranks':>7}{'per stage':>11}{'torchtitan':>12}"
+        f"{'GradClipper':>12}{'of a replica':>13}",
+        "-" * 78,
     ]
     by_mesh: dict[Any, list[Row]] = {}
     for row in made:
@@ -115,7 +116,7 @@ def latency_table(made: Sequence[Row]) -> str:
     for (model, mesh, ranks), held in by_mesh.items():
         cells = [f"{row['modelled_microseconds']:.0f} ({row['all_reduces']})" for row in held]
         line = f"{model:<6}{mesh:>17}{ranks:>7}"
-        for cell, width in zip(cells, (18, 15, 16), strict=True):
+        for cell, width in zip(cells, (11, 12, 12, 13), strict=True):
             line += f"{cell:>{width}}"
         lines.append(line)
     return "\n".join(lines)

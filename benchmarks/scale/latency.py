@@ -54,11 +54,12 @@ def ways(lanes: int) -> tuple[Way, ...]:
         lanes: Of this library's all-reduce, from the plan.
     """
     sharded = (("dp_shard",), ("tp",))  # a DTensor's norm is reduced axis by axis
-    everything = ("pp", "dp_replicate", "dp_shard", "tp")
+    replica = ("pp", "dp_shard", "tp")
     return (
         Way("torch (each stage its own norm)", sharded),
         Way("torchtitan", (*sharded, ("pp",))),
-        Way("GradClipper", (everything,), lanes, 8),
+        Way("GradClipper", (("dp_replicate", *replica),), lanes, 8),
+        Way("GradClipper, group= of a replica", (replica,), lanes, 8),  # each reads all of it
     )
 
 
