@@ -15,7 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from . import cases, records, tables, targets
 from .cases import Case
-from .measuring import Plan, measure, rounds_of, together
+from .measuring import Plan, measure, prepare, rounds_of, together
 from .ranks import Settings
 from .shapes import SHAPES
 
@@ -68,6 +68,7 @@ def main() -> None:
     start = time.perf_counter()
     path = args.out or records.default_path()
     made: list[records.Row] = []
+    prepare(chosen)
     with _progress(chosen, plan) as advance:
         for group in together(chosen):
             rows = records.rows(measure(group, plan, advance), group, plan, described)

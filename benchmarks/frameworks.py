@@ -65,7 +65,9 @@ def _zero2(case: Case, bags: Bags) -> Gradients:
     optimizer: Any
     try:
         engine, optimizer = _deepspeed(bags)
-    except Exception as error:  # a missing package, or no compiler for its extension
+    except ImportError as error:
+        raise UnavailableError(f"{error}: pip install -e .[bench]") from error
+    except Exception as error:  # no compiler for its extension, or a version that differs
         raise UnavailableError(f"deepspeed: {type(error).__name__}: {error}") from error
     engine.backward(engine())
     partitions: list[Tensor] = list(optimizer.averaged_gradients[0])

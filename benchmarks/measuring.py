@@ -13,6 +13,7 @@ from typing import Any
 from torch.multiprocessing.spawn import start_processes
 
 from .cases import Case
+from .clipping import MANY_MESHES
 from .counting import Counts
 from .measurement import Measurement
 from .ranks import Settings, run_rank
@@ -54,6 +55,14 @@ def together(cases: Sequence[Case]) -> list[list[Case]]:
     return list(groups.values())
 
 
+def prepare(cases: Sequence[Case]) -> None:
+    """Let the fork server import once what the ranks need; each would take seconds to do so."""
+    needed = any(case.layout in MANY_MESHES for case in cases)
+    installed = [n for n in _SLOW_IMPORTS if needed and importlib.util.find_spec(n.split(".")[0])]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run_rank.__module__, *installed])
+
+
 def rounds_of(group: Sequence[Case], plan: Plan) -> int:
     """Say how often a group is measured; an engine is slow to start, and has no first call."""
     return 1 if group[0].layout == "zero2" else plan.rounds
@@ -83,10 +92,6 @@ def _round(
     cases: Sequence[Case], settings: Settings, done: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Start the ranks, wait for them, and read what rank 0 wrote."""
-    # The fork server imports once; spawned processes would each take seconds to do so.
-    context = multiprocessing.get_context("forkserver")
-    installed = [name for name in _SLOW_IMPORTS if importlib.util.find_spec(name.split(".")[0])]
-    context.set_forkserver_preload([run_rank.__module__, *installed])
     ranks, told = cases[0].ranks, 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.jsonl"
