@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import reduce, verdict
@@ -16,6 +17,7 @@ from .plan import Planner, problem
 from .world import World
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots
+_MOST_SLOTS_EXACT = 128  # where each lane takes many integers
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Settings:
     also: tuple[str, ...]
     check_replicas: int = 0
     max_consecutive_skips: int | None = None
+    exact: bool = False
     version: str = __version__
 
 
@@ -43,6 +46,7 @@ class Agreement:
         numbers: This rank's sources' numbers among all tensors that have copies.
         key_of: This rank's sources' indices among the keys.
         notices: What to warn of when all ranks are through.
+        wide: Some rank has parameters of double precision.
     """
 
     limits: list[Any]
@@ -51,6 +55,7 @@ class Agreement:
     numbers: list[int]
     key_of: list[int]
     notices: list[str]
+    wide: bool = False
 
 
 def agree(value: Any, world: World) -> list[Any]:
@@ -180,9 +185,11 @@ def reach(
     described = [_describe(source, planner, unnamed) for source in sources]
     mine = [entry for entry in described if isinstance(entry, _Described)]
     problems = [*problems, *(entry for entry in described if not isinstance(entry, _Described))]
-    told = agree((mine, problems, settings, limits), planner.world)
+    dtypes = {getattr(source.parameter, "dtype", None) for source in sources}
+    wide = not dtypes.isdisjoint({torch.float64, torch.complex128})
+    told = agree((mine, problems, settings, limits, wide), planner.world)
     verdict.raise_told(
-        [(rank, wrong) for rank, (_, wrong, _, _) in zip(planner.world.ranks, told, strict=True)]
+        [(rank, wrong) for rank, (_, wrong, *_) in zip(planner.world.ranks, told, strict=True)]
     )
     distinct = _distinct(told, planner.world.ranks)
     verdict.raise_unlike([(asdict(value[2]), ranks) for value, ranks in distinct])
@@ -196,11 +203,12 @@ def reach(
     index = {key: position for position, key in enumerate(keys)}
     return Agreement(
         max((value[3] for value, _ in distinct), key=len),
-        min(len(number), _MOST_SLOTS),
+        min(len(number), _MOST_SLOTS_EXACT if settings.exact else _MOST_SLOTS),
         keys if settings.norms is not None else (),
         [number.get(entry.identity, 0) for entry in mine],
         [index[names[entry.identity]] if entry.held else 0 for entry in mine],
         _tied(known.values()),
+        any(value[4] for value, _ in distinct),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import adapters, compat, gradients, norm, reduce
+from . import adapters, compat, exactness, gradients, norm, reduce
 from .gradients import Layout, Source
 from .measure import Measured
 from .notices import warn_once
@@ -99,6 +99,7 @@ def get_total_norm(
     *,
     group: Group = None,
     layout: Layout = None,
+    exact: bool = False,
 ) -> Tensor:
     """Compute the true global norm of tensors: gradients, parameters, updates.
 
@@ -111,9 +112,11 @@ def get_total_norm(
         foreach: Accepted for torch's sake; the result does not depend on it.
         group: As in ``clip_grad_norm_``.
         layout: As in ``clip_grad_norm_``; a callable is given the tensor.
+        exact: Sum exactly and round once: the same bits on any number of ranks, for any split,
+            order and device. For p = 1 and 2.
 
     Returns:
-        A plain 0-dim tensor, as in ``clip_grad_norm_``.
+        A plain 0-dim tensor, as in ``clip_grad_norm_``; float64 with ``exact``.
 
     Raises:
         ValueError, TypeError, NonFiniteGradientError, ReplicaMismatchError: As in
@@ -127,10 +130,14 @@ def get_total_norm(
     """
     p = norm.check_norm_type(norm_type)
     world = reduce.resolve(group)
+    if exact:
+        exactness.check(p, world)
     listed = [tensors] if isinstance(tensors, Tensor) else tensors
     sources = gradients.unique(gradients.of_iterable(listed, "tensors[{}]"))
     values = [source.parameter for source in sources]
-    found, _ = measure_once(sources, values, p, world, layout, strict=error_if_nonfinite)
+    found, _ = measure_once(
+        sources, values, p, world, layout, strict=error_if_nonfinite, exact=exact
+    )
     gradients.notice_if_used_up(tensors, sources)
     return rounded(found)
 
@@ -228,7 +235,11 @@ def clip_by_global_norm(
 
 
 def global_norm(
-    t_list: Sequence[Tensor | None], *, group: Group = None, layout: Layout = None
+    t_list: Sequence[Tensor | None],
+    *,
+    group: Group = None,
+    layout: Layout = None,
+    exact: bool = False,
 ) -> Tensor:
     """Compute the L2 norm of all tensors of a list; ``None`` entries are passed over.
 
@@ -239,9 +250,10 @@ def global_norm(
         t_list: Tensors (plain, DTensor or sparse) or None.
         group: As in ``clip_grad_norm_``.
         layout: As in ``get_total_norm``.
+        exact: As in ``get_total_norm``.
 
     Returns:
-        A plain 0-dim tensor, as in ``clip_grad_norm_``.
+        A plain 0-dim tensor, as in ``get_total_norm``.
 
     Raises:
         TypeError, ValueError, ReplicaMismatchError: As in ``clip_by_global_norm``.
@@ -252,14 +264,19 @@ def global_norm(
     References:
         ``tf.linalg.global_norm``, ``optax.global_norm``.
     """
-    return rounded(_measured_list(_listed(t_list), reduce.resolve(group), layout))
+    world = reduce.resolve(group)
+    if exact:
+        exactness.check(2.0, world)
+    return rounded(_measured_list(_listed(t_list), world, layout, exact))
 
 
-def _measured_list(sources: Sequence[Source], world: World, layout: Layout) -> Measured:
+def _measured_list(
+    sources: Sequence[Source], world: World, layout: Layout, exact: bool = False
+) -> Measured:
     """Measure a list's tensors; their places in it tell which are copies of which."""
     places = [int(source.name[len("t_list[") : -1]) for source in sources]
     values = [source.parameter for source in sources]
-    return measure_once(sources, values, 2.0, world, layout, numbers=places)[0]
+    return measure_once(sources, values, 2.0, world, layout, numbers=places, exact=exact)[0]
 
 
 def _as_float64(known: Tensor | float) -> Tensor:

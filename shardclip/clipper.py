@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from . import (
     agreement,
     compat,
+    exactness,
     gradients,
     inspection,
     loss_scaling,
@@ -24,6 +25,7 @@ from . import (
 from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
+from .exact import DOUBLE, SINGLE
 from .gradients import Layout
 from .measure import Measured, start
 from .notices import warn_once
@@ -85,6 +87,8 @@ class GradClipper:
             they differ by little.
         max_consecutive_skips: Raise ``NonFiniteGradientError`` on every rank when so many steps in
             a row were skipped.
+        exact: Sum exactly and round once: norm and coefficient have the same bits on any number of
+            ranks, for any split, order and device, and are float64. For p = 1 and 2.
 
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is.
@@ -111,6 +115,7 @@ class GradClipper:
         check_replicas: bool | int = False,
         on_drift: str = "raise",
         max_consecutive_skips: int | None = None,
+        exact: bool = False,
     ) -> None:
         self.norm_type = norm.check_norm_type(norm_type)
         self.max_norm = max_norm
@@ -136,6 +141,8 @@ class GradClipper:
         self._skips = Skips()
         self._under_way = False
         self._world = reduce.resolve(group)
+        if exact:
+            exactness.check(self.norm_type, self._world)
         planner = plan.Planner(self._world, layout)
         self._deferred: verdict.Deferred | None = None
         self.param_groups, sources, problems = grouped(parameters, self._world)
@@ -151,6 +158,7 @@ class GradClipper:
                 self.also,
                 self.check_replicas,
                 max_consecutive_skips,
+                exact,
             ),
             [group.get("max_norm", "default") for group in self.param_groups],
             problems,
@@ -165,6 +173,7 @@ class GradClipper:
             0 if norm.is_maximum(self.norm_type) else self._world.size,
             checks=True,
             drift=self.check_replicas > 0,
+            window=(DOUBLE if self._agreed.wide else SINGLE) if exact else None,
         )
         self._collector = Collector(
             sources, planner, self._agreed, lanes, self.norm_type, self.also, grad, overlap

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import adapters, compat, gradients, loss_scaling, norm, plan
+from . import adapters, compat, exactness, gradients, loss_scaling, norm, plan
 from .adapters import Read
 from .agreement import Agreement
 from .gradients import Source
@@ -142,7 +142,10 @@ class Collector:
             self._agreed.key_of if self._agreed.keys else None,
             self._agreed.numbers,
             maximum=norm.is_maximum(self._p),
+            accept=exactness.accept(self._p, self._lanes.window),
         )
+        if self._lanes.window is not None:
+            made.build = exactness.builder(self._lanes.window)
         self._plan = None if made.problems else made
         if self.overlap is not None and self._plan is not None:
             self.overlap.follow(self._plan)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, fingerprints, norm, reduce, replicas
+from . import adapters, compat, exact, fingerprints, norm, reduce, replicas
 from .payload import Flags
 from .plan import Plan, locals_of, readings
 from .world import World
@@ -69,7 +69,8 @@ class Measured:
     def like(self) -> Tensor:
         """Return an empty tensor of the dtype and device that results take on this rank."""
         device = self.local[0].device if self.local else self.home
-        dtype = torch.float64 if self.plan.wide else torch.float32
+        wide = self.plan.wide or self.plan.lanes.window is not None
+        dtype = torch.float64 if wide else torch.float32
         return torch.empty(0, dtype=dtype, device=device)
 
     @property
@@ -128,8 +129,11 @@ class Started:
         """
         self.work.wait()
         home = self.payload.device
-        payload = self.payload.cpu() if self.read else self.payload  # the sync of a step that reads
-        found = conclude(self.plan, payload, self.p, self.local, self.wholes, self.sketches, unit)
+        sent = self.payload.cpu() if self.read else self.payload  # the sync of a step that reads
+        payload, sums = self.plan.lanes.receive(sent)
+        found = conclude(
+            self.plan, payload, self.p, self.local, self.wholes, self.sketches, unit, sums
+        )
         found.read, found.each, found.home = self.read, self.plan.each(), home
         found.settings, found.grads = self.settings, self.grads
         return found
@@ -198,18 +202,21 @@ def fill(
 ) -> tuple[Tensor, Tensor | None]:
     """Pack this rank's part of the payload; return it, and the fingerprints of its copies."""
     lanes = plan.lanes
-    powers = proof = sketches = bits = None
+    powers = proof = sketches = bits = exact_sums = None
     if plan.seats and not plan.problems:
         tables = plan.tables(parts, wholes, device)
         sums = compat.to_device(tables.kernel(parts, p), device)
         powers = tables.powers(sums, norm.is_maximum(p), lanes)
+        if lanes.window is not None:
+            powers, exact_sums = None, powers
         if tables.proof is not None:
             held = plan.copied(wholes)
             sketches = tables.proof.sketches(held)
             proof = tables.proof.lanes(sketches, lanes.slots, device)
             if compare and tables.drift is not None:
                 bits = compat.to_device(tables.drift.lanes(tables.drift.hashes(held)), device)
-    return lanes.pack(device, powers, flags, added, proof, bits), sketches
+    packed = lanes.pack(device, powers, flags, added, proof, bits)
+    return lanes.send(packed, exact_sums), sketches
 
 
 def conclude(
@@ -220,18 +227,21 @@ def conclude(
     wholes: list[Tensor],
     sketches: Tensor | None,
     unit: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Measured:
     """Turn the reduced payload into norms; every rank does this alike, in float64."""
     lanes = plan.lanes
     powers = payload[lanes.powers]
     if norm.is_maximum(p):
         powers = torch.where(payload[lanes.nans] > 0, torch.nan, powers)
-    norms = norm.finish(powers, p)
-    if lanes.groups == 1:
-        total_norm = norms[0]
+    if sums is not None and lanes.window is not None:
+        norms = exact.finish(sums, p, lanes.window)
+        total_norm = exact.finish(sums[: lanes.groups].sum(0), p, lanes.window)
     else:
+        norms = norm.finish(powers, p)
         held = powers[: lanes.groups]
-        total_norm = norm.finish(held.amax() if norm.is_maximum(p) else held.sum(), p)
+        whole = held.amax() if norm.is_maximum(p) else held.sum()
+        total_norm = norms[0] if lanes.groups == 1 else norm.finish(whole, p)
     if unit is not None and p != 0:
         unit = compat.to_device(unit, norms.device)
         norms, total_norm = norms * unit, total_norm * unit

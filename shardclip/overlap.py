@@ -21,6 +21,8 @@ from .gradients import Source
 from .plan import Plan, Seat, cut
 from .world import World
 
+Build = Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel]
+
 SMALL = 1 << 15  # elements; below, a hook costs more than the sum
 
 ON_PLAIN = (
@@ -68,6 +70,7 @@ class Overlap:
         self._p = p
         self._seats: dict[int, tuple[int, Seat]] = {}
         self._positions: list[int] = []
+        self._build: Build = kernels.build
         self._kernels: dict[int, kernels.Kernel] = {}
         trained = [s for s in sources if getattr(s.parameter, "requires_grad", False)]
         hooked = [s.parameter for s in trained if _is_final(s, world)]
@@ -91,13 +94,15 @@ class Overlap:
         """Sum from now on what this plan reads, and let its kernel use that."""
         self.early.clear()
         self._kernels.clear()
+        self._build = plan.build
         self._positions = [seat.position for seat in plan.read()]
         self._seats = {
             id(seat.source.parameter): (index, seat)
             for index, seat in enumerate(plan.read())
             if compat.local_numel(seat.source.parameter) >= SMALL
         }
-        plan.build = lambda tensors, buckets, count: _Sums(self, tensors, buckets, count)
+        build = plan.build
+        plan.build = lambda tensors, buckets, count: _Sums(self, build, tensors, buckets, count)
 
     @torch.no_grad()
     def observe(self, parameter: Tensor) -> None:
@@ -110,7 +115,7 @@ class Overlap:
             return
         part = cut(seat, local)
         if index not in self._kernels:
-            self._kernels[index] = kernels.build([part], [0], 1)
+            self._kernels[index] = self._build([part], [0], 1)
         with self._aside(part):
             power_sum = self._kernels[index]([part], self._p)
         self._accept_accumulation(index, parameter.grad)
@@ -155,9 +160,15 @@ class _Sums:
     each: Tensor | None = None
 
     def __init__(
-        self, overlap: Overlap, tensors: Sequence[Tensor], buckets: Sequence[int], count: int
+        self,
+        overlap: Overlap,
+        build: Build,
+        tensors: Sequence[Tensor],
+        buckets: Sequence[int],
+        count: int,
     ) -> None:
         self._overlap = overlap
+        self._build = build
         self._buckets = list(buckets)
         self._count = count
         self._home = tensors[0].device if tensors else torch.device("cpu")
@@ -170,7 +181,7 @@ class _Sums:
         rest = tuple(i for i in range(len(tensors)) if i not in used)
         if rest not in self._rest:
             buckets = [self._buckets[i] for i in rest]
-            built = kernels.build([tensors[i] for i in rest], buckets, self._count)
+            built = self._build([tensors[i] for i in rest], buckets, self._count)
             self._rest = {rest: built}  # the same in nearly every step
         sums = compat.to_device(self._rest[rest]([tensors[i] for i in rest], p), self._home)
         if not used:

@@ -1,8 +1,9 @@
 """The payload: what travels in the one all-reduce, lane by lane.
 
-All lanes are float64. Their number is fixed when a plan is made, never by a step's data, so that
-ranks with other parameters, or without gradients, send the same. It is kept small: Gloo's ring cuts
-a tensor of n numbers into up to 2n messages, and each costs more than all the numbers.
+All lanes are float64, or int64 where power sums are exact. Their number is fixed when a plan is
+made, never by a step's data, so that ranks with other parameters, or without gradients, send the
+same. It is kept small: Gloo's ring cuts a tensor of n numbers into up to 2n messages, and each
+costs more than all the numbers.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import drift, fingerprints, replicas
+from . import drift, exact, fingerprints, replicas
 from .compat import constant, on_host, to_device
 from .digits import ALONE, Digits
 from .world import World
+
+_PROOF = exact.SINGLE
+"""The window of the proof's lanes where they are integers: what is below 1e-96 counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Lanes:
             which a maximum does not mix up either.
         checks: The ranks' settings are compared.
         drift: Copies may be compared bit for bit.
+        window: The digits of exact power sums; None: they are float64.
     """
 
     groups: int = 1
@@ -69,6 +74,7 @@ class Lanes:
     ranks: int = 0
     checks: bool = False
     drift: bool = False
+    window: exact.Window | None = None
 
     @cached_property
     def powers(self) -> slice:
@@ -150,6 +156,41 @@ class Lanes:
             room = self.slots * replicas.LANES
             lanes.append(self._zeros(room, device) if proof is None else proof.view(-1))
         return torch.cat(lanes)
+
+    def send(self, payload: Tensor, sums: Tensor | None) -> Tensor:
+        """Turn the numbers into what the all-reduce adds up: with exact sums into int64.
+
+        Args:
+            payload: float64; its powers and ``nans`` are not looked at where sums are exact.
+            sums: int64 ``(groups + keys, window.lanes)``; None: zeros.
+        """
+        if self.window is None:
+            return payload
+        if sums is None:
+            sums = payload.new_zeros(self.powers.stop, self.window.lanes, dtype=torch.int64)
+        added = exact.encode(payload[self.added])
+        proof = exact.encode(payload[self.copies], _PROOF)
+        whole = (payload[self.flags].long(), payload[self.bits].long())
+        return torch.cat([sums.view(-1), whole[0], added.view(-1), whole[1], proof.view(-1)])
+
+    def receive(self, sent: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Turn what was added up back into float64 numbers, and exact sums where they are."""
+        if self.window is None:
+            return sent, None
+        widths = [
+            self.powers.stop * self.window.lanes,
+            self.flags.stop - self.flags.start,
+            self.sums * exact.NUMBER.lanes,
+            self.bits.stop - self.bits.start,
+            self.slots * replicas.LANES * _PROOF.lanes,
+        ]
+        sums, flags, added, bits, proof = torch.split(sent, widths)
+        sums = sums.view(-1, self.window.lanes)
+        numbers = exact.decode(added.view(-1, exact.NUMBER.lanes))
+        samples = exact.decode(proof.view(-1, _PROOF.lanes), _PROOF)
+        powers = exact.decode(sums, self.window)
+        powers = torch.nn.functional.pad(powers, (0, self.nans.stop - self.nans.start))
+        return torch.cat([powers, flags.double(), numbers, bits.double(), samples]), sums
 
     @staticmethod
     def _zeros(count: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from . import adapters, compat, kernels, replicas
+from . import adapters, compat, exact, kernels, replicas
 from .drift import Drift
 from .gradients import Layout, Source
 from .ownership import Ownership, Shares, own, segment
@@ -135,6 +135,11 @@ class Tables:
         """Spread the buckets' sums over the lanes of the powers, and their NaNs under a maximum."""
         if self.direct:
             return sums
+        if lanes.window is not None:  # the counts of what is not finite have no weight
+            rows = sums.new_zeros(lanes.powers.stop, lanes.window.lanes)
+            digits = sums[:, :-2] * self.weights.long().unsqueeze(1)
+            counted = torch.cat([digits, sums[:, -2:]], 1)[self.source]
+            return exact.carry(rows.index_add_(0, self.target, counted))
         out = sums.new_zeros(lanes.nans.stop)
         if maximum:
             found = sums[self.source]
@@ -253,6 +258,7 @@ def make(
     numbers: Sequence[int] | None = None,
     spread: bool = False,
     maximum: bool = False,
+    accept: Callable[[torch.dtype], None] | None = None,
 ) -> Plan:
     """Settle every source. Time linear in their number.
 
@@ -265,9 +271,10 @@ def make(
             here among the sources that the same ranks hold.
         spread: Numbers of other sets of ranks may be the same: keep their slots apart.
         maximum: p is inf: copies change nothing, so nothing is split or proved.
+        accept: Raises for dtypes that cannot be summed.
     """
     plan = Plan(lanes)
-    settled = _settle(plan, planner, pairs)
+    settled = _settle(plan, planner, pairs, accept)
     numbered = _number(settled, numbers)
     parts = {} if maximum else _share(settled, numbered, pairs, planner.world.rank)
     buckets: dict[Bucket, int] = {}
@@ -282,6 +289,8 @@ def make(
             mine = owned.holders.index(planner.world.rank)
             copy = replicas.Copy(slot, number, owned.holders, mine, 1 / len(owned.domain))
         weight = 1.0 if owned.split or maximum else 1.0 / len(owned.holders)
+        if lanes.window is not None and weight < 1:  # one counts it: a fraction is not exact
+            weight = float(owned.holders[0] == planner.world.rank)
         bucket = Bucket(source.group, None if keys is None else keys[index], weight)
         where = buckets.setdefault(bucket, len(buckets))
         part = parts.get(index, (0, 1))
@@ -296,7 +305,10 @@ def make(
 
 
 def _settle(
-    plan: Plan, planner: Planner, pairs: Sequence[tuple[Source, Tensor | None]]
+    plan: Plan,
+    planner: Planner,
+    pairs: Sequence[tuple[Source, Tensor | None]],
+    accept: Callable[[torch.dtype], None] | None,
 ) -> dict[int, Settled]:
     """Tell by position who holds what; what is wrong becomes a problem of the plan."""
     settled = {}
@@ -304,6 +316,8 @@ def _settle(
         tensor = source.parameter if grad is None else grad
         try:
             adapters.check(tensor, gradient=grad is not None)
+            if accept is not None and grad is not None:
+                accept(grad.dtype)
             settled[index] = planner.settle_one(source, tensor)
         except Exception as error:  # a user's layout may raise anything, on one rank alone
             plan.problems.append(problem(source.name, error))

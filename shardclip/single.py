@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from . import norm, plan, verdict
+from .exact import DOUBLE
+from .exactness import accept, builder
 from .gradients import Layout, Source
 from .measure import Measured, measure
 from .notices import warn_once
 from .payload import Lanes
 from .world import World
+
+_SLOTS_EXACT = 64  # each of their lanes takes many integers
 
 _pending: dict[tuple[int, ...], verdict.Deferred] = {}
 
@@ -26,6 +31,7 @@ def measure_once(
     strict: bool = False,
     max_norm: float = math.inf,
     numbers: Sequence[int] | None = None,
+    exact: bool = False,
 ) -> tuple[Measured, float | Tensor]:
     """Plan, sum, reduce and judge; return the measurement and the coefficient.
 
@@ -35,6 +41,8 @@ def measure_once(
     if previous is not None:
         previous.settle(world)
     lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
+    if exact:
+        lanes = replace(lanes, slots=min(lanes.slots, _SLOTS_EXACT), window=DOUBLE)
     pairs = list(zip(sources, grads, strict=True))
     made = plan.make(
         plan.Planner(world, layout),
@@ -43,7 +51,10 @@ def measure_once(
         numbers=numbers,
         spread=True,
         maximum=norm.is_maximum(p),
+        accept=accept(p, lanes.window),
     )
+    if lanes.window is not None:
+        made.build = builder(lanes.window)
     # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
     reads = strict or made.proves or bool(made.problems) or not made.seats
     found = measure(made, grads, p, world, strict=strict, reads=reads)

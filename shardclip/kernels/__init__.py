@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import blocked, foreach
+from shardclip.exact import Window
+
+from . import blocked, exact, foreach
 
 
 class Kernel(Protocol):
@@ -50,6 +52,25 @@ def build(tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> Kern
 
         return fused.PowerSums(tensors, buckets, count)
     return foreach.PowerSums(tensors, buckets, count)
+
+
+def build_exact(
+    tensors: Sequence[Tensor], buckets: Sequence[int], count: int, window: Window
+) -> Kernel:
+    """Choose and build the kernel that sums exactly: int64 ``(count, window.lanes)``.
+
+    Args:
+        tensors: As in ``build``.
+        buckets: As in ``build``.
+        count: As in ``build``.
+        window: Which digits to write.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) == 1 and available(*devices):
+        from . import exact_triton
+
+        return exact_triton.ExactSums(tensors, buckets, count, window)
+    return exact.ExactSums(tensors, buckets, count, window)
 
 
 def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
