@@ -137,8 +137,8 @@ def traffic(
     if "empty" in name:
         return [], []
     if name in _GATHERS:
-        first = read[0]
-        return [(_storage(first), sum(map(_size, made))), *_touched(read[1:])], _touched(made)
+        given = [(_storage(source), sum(map(_size, made))) for source in read[:1]]
+        return [*given, *_touched(read[1:])], _touched(made)
     return _touched(read), _touched([*written, *made])
 
 
