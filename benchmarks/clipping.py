@@ -52,6 +52,8 @@ class Contender:
         lacking: Why it cannot be had here (a package that is not installed), or None.
         first: Whether its first call is timed. Those that call torch's function share torch's
             caches, which a process fills once.
+        only_here: On CPU it takes a path that no device takes, so that what waits for a device
+            cannot be counted.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Contender:
     layouts: frozenset[str]
     lacking: Callable[[], str | None] = nothing
     first: bool = False
+    only_here: bool = False
 
     def fits(self, case: Case) -> bool:
         """Whether it is compared in a case."""

@@ -195,7 +195,7 @@ def _count(step: str, contender: Contender, gradients: Gradients, small: Gradien
     if contender in OURS:
         _check_scaling(contender, gradients, step)
         host_syncs = None
-        if step == USUAL and contender.does != "step":  # a fused step on CPU reads there alone
+        if step == USUAL and not contender.only_here:
             with as_on_a_device():
                 host_syncs = _counted(contender.make(small), step, small)[0].host_reads
     return Counted(
