@@ -75,7 +75,14 @@ def _figure(columns: int = 1) -> tuple["Figure", list["Axes"]]:
 def _legend(figure: "Figure") -> None:
     """Name the curves below all panels, where none runs into it."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=2 * len(figure.axes),
+        fontsize=8,
+        frameon=False,
+    )
 
 
 def _style(name: str) -> dict[str, Any]:
