@@ -119,8 +119,10 @@ class HostCopy:
     """A small tensor on its way to the host; on an accelerator nobody waits for it yet."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._host = tensor.to("cpu", non_blocking=True)
         self._event: torch.Event | None = None
+        if is_capturing():  # nobody will read it
+            return
+        self._host = tensor.to("cpu", non_blocking=True)
         if tensor.device.type != "cpu":
             self._event = torch.Event(tensor.device)
             self._event.record()
