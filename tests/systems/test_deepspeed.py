@@ -101,12 +101,13 @@ def weights(engine) -> dict[str, torch.Tensor]:
     """The full weights, at the precision that the optimizer steps in."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
-    for name, p in engine.module.named_parameters():
-        if p.requires_grad:
-            full = safe_get_full_fp32_param(p)
-            found[name] = (p.detach() if full is None else full).double().clone()
-    return found
+    def full(p):
+        plain = engine.zero_optimization_stage() < 3 and p.dtype == torch.float32
+        found = None if plain else safe_get_full_fp32_param(p)
+        return p.detach() if found is None else found
+
+    named = engine.module.named_parameters()
+    return {name: full(p).double().clone() for name, p in named if p.requires_grad}
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
@@ -282,6 +283,43 @@ def test_other_norms(mode, norm_type):
     backward(engine)
     expected = exact_norm(gradients(engine).values(), norm_type)
     assert_norm(clipper.clip_().total_norm, expected)
+
+
+LAYOUTS = {
+    "sub-groups": {"stage": 3, "sub_group_size": 100},
+    "sub-groups offload": {
+        "stage": 3,
+        "sub_group_size": 100,
+        "offload_optimizer": {"device": "cpu"},
+    },
+    "round robin": {"stage": 2, "round_robin_gradients": True},
+    "aligned": {"stage": 2, "parameter_alignment": True},
+    "parameters offload": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_other_layouts_of_the_partitions(layout):
+    net = model()
+    expected = truth(net)
+    total = exact_norm(expected.values())
+    zero = LAYOUTS[layout]
+    engine = engine_of(str(zero["stage"]), net, zero_optimization=zero)
+    clipper = GradClipper.from_deepspeed(engine, max_norm=total / 4, norms="parameter")
+    backward(engine)
+    before = weights(engine)
+    engine.step()
+    assert_norm(clipper.result.total_norm, total, rtol=1e-5)
+    for name, norm in clipper.result.norms.items():
+        assert norm == pytest.approx(exact_norm([expected[name]]), rel=1e-4)
+    for name, now in weights(engine).items():
+        moved = expected[name] * coefficient(total, total / 4)
+        torch.testing.assert_close(before[name] - now, moved, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
