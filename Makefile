@@ -54,6 +54,7 @@ $(SYSTEMS)/.ready: pyproject.toml requirements/systems.txt requirements/torch-cp
 
 test-systems: $(SYSTEMS)/.ready  ## the tests with the real frameworks, in an environment of their own
 	$(IN_SYSTEMS) -m pytest tests/systems --timeout 400 $(ARGS)
+	SHARDCLIP_REQUIRE_TRACKERS=1 $(IN_SYSTEMS) -m pytest tests/record/test_trackers.py
 
 bench: $(READY)  ## time shardclip beside torch on the same gradients
 	$(BIN)/python -m benchmarks

@@ -33,6 +33,7 @@ from .notices import warn_once
 from .param_groups import grouped
 from .payload import Lanes
 from .pending import Begun, Judged, Pending
+from .record import Record
 from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
@@ -91,6 +92,10 @@ class GradClipper(FromFrameworks):
         exact: Sum exactly and round once: norm and coefficient have the same bits on any number of
             ranks, for any split, order and device, and are float64. For p = 1 and 2.
 
+    Attributes:
+        steps: How many steps were clipped.
+        record: The last 1000 of them, and where they are sent: see ``Record``.
+
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is.
         TypeError: An argument has the wrong type.
@@ -139,6 +144,7 @@ class GradClipper(FromFrameworks):
                 f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}"
             )
         self.steps = 0
+        self.record = Record()
         self.result: ClipResult | None = None
         self._skips = Skips()
         self._under_way = False
@@ -301,7 +307,7 @@ class GradClipper(FromFrameworks):
                 optimizers.step_scaled(one, coef, judged.stops)
             elif not judged.skipped:
                 optimizers.step_plain(one)
-        return self._result(judged)
+        return self._result(judged, begun.limits)
 
     def _begin(
         self,
@@ -357,7 +363,7 @@ class GradClipper(FromFrameworks):
         if begun.scaler is not None and judged.stops is not None:
             for optimizer in begun.optimizers:
                 loss_scaling.mark_unscaled(begun.scaler, optimizer, judged.stops)
-        return self._result(judged)
+        return self._result(judged, begun.limits)
 
     def _judge(self, begun: Begun) -> Judged:
         """Conclude on all ranks alike; raise what is wrong before anything is touched."""
@@ -405,7 +411,7 @@ class GradClipper(FromFrameworks):
                 continue  # nothing is touched, nor even collected
             scale_(judged.measured.targets(group, apart), factor)
 
-    def _result(self, judged: Judged) -> ClipResult:
+    def _result(self, judged: Judged, limits: Sequence[float | None]) -> ClipResult:
         self.steps += 1
         self._skips.count(judged.skipped)
         self.result = result = ClipResult(
@@ -415,7 +421,10 @@ class GradClipper(FromFrameworks):
             sums=self.also,
             skipped=judged.skipped,
             nonfinite=judged.names,
+            max_norms=limits,
+            step=self.steps,
         )
+        self.record.add(result)
         if not isinstance(judged.skipped, Tensor):
             self._skips.raise_beyond(self.max_consecutive_skips)
         for note in judged.measured.notes:

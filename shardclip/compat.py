@@ -119,11 +119,17 @@ class HostCopy:
     """A small tensor on its way to the host; on an accelerator nobody waits for it yet."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._host = tensor.to("cpu", non_blocking=True)
         self._event: torch.Event | None = None
+        if is_capturing():  # nobody will read it
+            return
+        self._host = tensor.to("cpu", non_blocking=True)
         if tensor.device.type != "cpu":
             self._event = torch.Event(tensor.device)
             self._event.record()
+
+    def has_arrived(self) -> bool:
+        """Ask without waiting; for what is this rank's alone, such as a log."""
+        return self._event is None or self._event.query()
 
     def read(self) -> Tensor:
         """Wait until it has arrived; never poll, so that all ranks do the same."""

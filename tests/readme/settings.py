@@ -36,6 +36,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def _common(model: nn.Module) -> dict:
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     return {
+        "torch": torch,
         "shardclip": shardclip,
         "GradClipper": shardclip.GradClipper,
         "model": model,
