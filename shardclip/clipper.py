@@ -2,11 +2,13 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from . import (
@@ -27,6 +29,7 @@ from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
 from .exact import DOUBLE, SINGLE
+from .frameworks import FromFrameworks
 from .gradients import Layout
 from .measure import Measured, start
 from .notices import warn_once
@@ -43,7 +46,7 @@ from .thresholds import Limit
 POLICIES = ("propagate", "raise", "skip")
 
 
-class GradClipper:
+class GradClipper(FromFrameworks):
     """Clip the gradients of a sharded model by their true global norm, every step.
 
     ``grad *= min(1, max_norm / (total_norm + 1e-6))``. Two ranks with shards [3] and [4] and
@@ -84,8 +87,8 @@ class GradClipper:
         overlap: Sum gradients in hooks during the backward pass, as they become ready; then
             ``clip_()`` has little left but the all-reduce. For DTensor parameters (FSDP2's); plain
             ones where one process is alone. What is changed in place afterwards, or replaced, is
-            summed again, but a collective from ``torch.distributed`` on ``.grad`` leaves no trace
-            and must not be called in between.
+            summed again, but what leaves no trace in a tensor's version must not be done between:
+            a collective from ``torch.distributed`` on ``.grad``, or writing through ``.grad.data``.
         check_replicas: Compare copies bit for bit, in every step or every so many: a flipped bit or
             a swapped pair is found. Each holder then reads its copy in full once more, and on CUDA
             such a step has one host sync. Not with p = inf.
@@ -105,7 +108,7 @@ class GradClipper:
         TypeError: An argument has the wrong type.
 
     Communication:
-        Building it communicates once, a few all-gathers of names and lanes, so every rank of the
+        Building it communicates once, eight all-gathers of names and lanes, so every rank of the
         group must build it. Each ``clip_()`` makes one all-reduce and nothing else.
     """
 
@@ -150,8 +153,9 @@ class GradClipper:
         self.steps = 0
         self.record = Record()
         self._alike: dict[str, object] = {}  # what else ranks must have alike in a step
+        self.result: ClipResult | None = None
         self._skips = Skips()
-        self._under_way = False
+        self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
         if exact:
             exactness.check(self.norm_type, self._world)
@@ -224,12 +228,16 @@ class GradClipper:
             NonFiniteGradientError: On every rank alike, with ``nonfinite="raise"``.
             ReplicaMismatchError: On every rank alike: gradients that should be copies are none; on
                 CUDA, after the first step, in the call after the one that found it.
-            Whatever is raised, no gradient was touched.
+            Whatever is raised, no gradient was touched (but where warnings are errors: they come
+            when the step is through).
 
         Communication:
-            One all-reduce of float64 numbers: 2 (3 beyond 9741 ranks), more for groups, norms and
-            ``also``, and 10 for each tensor that has copies (at most 10,240). Host syncs on CUDA:
-            one on the first step after the set of gradients changes, else none with "propagate".
+            One all-reduce of float64 numbers: 2 (3 beyond 96 ranks; 8 for p = inf), more for
+            groups, norms and ``also``, 10 for each tensor that has copies (at most 10,240), and 2
+            with ``check_replicas``. With ``exact`` they are int64: 22 for each sum (136 where
+            parameters are float64), 69 for each of ``also``, 220 (690) for each tensor that has
+            copies. Host syncs on CUDA: one on the first step after the set of gradients changes,
+            else none with "propagate".
         """
         return self.start(also, grad_scaler=grad_scaler, optimizers=optimizers).finish()
 
@@ -260,7 +268,10 @@ class GradClipper:
         Communication:
             As ``clip_``; the all-reduce is waited for in ``finish()``.
         """
-        return Pending(self._begin(also, grad_scaler, optimizers), self._finish)
+        begun = self._begin(also, grad_scaler, optimizers)
+        pending = Pending(begun, self._finish)
+        self._under_way = weakref.ref(pending), begun
+        return pending
 
     def step(
         self,
@@ -276,7 +287,9 @@ class GradClipper:
         are those of clipping first, up to rounding: the gradient that the kernel works with is
         within 2**-22 of the one that ``clip_`` leaves in float32. Afterwards ``.grad`` holds the
         clipped gradients either way. With ``nonfinite="skip"`` such a step is skipped on the
-        device, with no host sync.
+        device, with no host sync. Where the ranks do not read the lanes in the same step (CUDA,
+        after the first) and copies differ, a fused optimizer does not step, another one steps on
+        the gradients as they are; the next call raises.
 
         Args:
             optimizer: Steps on the clipped gradients; several are stepped one after the other, by
@@ -295,8 +308,12 @@ class GradClipper:
             As ``clip_``.
         """
         stepped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        groups = self._collector.group_of()
-        into = optimizers.factor_groups(stepped, groups)
+        for one in stepped:
+            if not isinstance(one, Optimizer):
+                raise TypeError(f"optimizer must be a torch optimizer, got {type(one).__name__}")
+        into = optimizers.factor_groups(stepped, self._collector.group_of())
+        if isinstance(grad_scaler, GradScaler) and not loss_scaling.is_torchs(grad_scaler):
+            into = dict.fromkeys(into)  # a scaler's own step() is to be called
         begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
         judged = self._judge(begun)
         folded = [one for one in stepped if into[id(one)] is not None]
@@ -328,8 +345,12 @@ class GradClipper:
             stepped: Those optimizers.
             reads: Whether ``nonfinite="skip"`` must be decided on the host.
         """
-        if self._under_way:
-            raise RuntimeError("a step is under way: call finish() of what start() returned")
+        if self._under_way is not None:
+            pending, lost = self._under_way
+            if pending() is not None:
+                raise RuntimeError("a step is under way: call finish() of what start() returned")
+            self._under_way = None  # nobody can finish it any more
+            lost.started.work.wait()
         limits = thresholds.of_groups(self.param_groups, self.max_norm)
         rule = thresholds.rule_of(limits)
         scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
@@ -356,11 +377,11 @@ class GradClipper:
                 "nonfinite": self.nonfinite,
                 "grad_scaler": scaler is not None,
                 "on_drift": self.on_drift,
-                "steps": self.steps if self.check_replicas > 1 or rule is not None else 0,
+                "check_replicas, steps since": self.steps % max(1, self.check_replicas),
+                "steps": 0 if rule is None else self.steps,
                 **self._alike,
             },
         )
-        self._under_way = True
         return Begun(started, found, limits, scaler, stepped)
 
     def _finish(self, begun: Begun) -> ClipResult:
@@ -373,12 +394,12 @@ class GradClipper:
 
     def _judge(self, begun: Begun) -> Judged:
         """Conclude on all ranks alike; raise what is wrong before anything is touched."""
-        self._under_way = False
+        self._under_way = None
+        self.steps += 1
         measured = begun.started.finish(begun.found.unit)
         warns = self.on_drift == "warn"
         self._deferred = verdict.pass_verdict(measured, self._world, warns)
-        for about, message in begun.found.plan.notices if begun.found.fresh else ():
-            warn_once(about, message)
+        measured.notices = list(begun.found.plan.notices) if begun.found.fresh else []
         failed = None
         if self._deferred is not None:
             failed = self._deferred.failed.to(measured.total_norm.device)
@@ -386,9 +407,9 @@ class GradClipper:
             if compat.is_capturing():  # a replay of the graph returns to nobody who could raise
                 self._deferred = None
         elif measured.flags.present == 0:
-            warn_once(self, NO_GRADIENTS)
+            measured.notices.append((self, NO_GRADIENTS))
         applied = thresholds.apply(
-            begun.limits, measured.group_norms, measured.total_norm, self.steps
+            begun.limits, measured.group_norms, measured.total_norm, self.steps - 1
         )
         coefs = applied.coefs
         if failed is not None:
@@ -426,9 +447,8 @@ class GradClipper:
             scale_(judged.measured.targets(group, apart), factor)
 
     def _result(self, judged: Judged) -> ClipResult:
-        self.steps += 1
         self._skips.count(judged.skipped)
-        result = ClipResult(
+        self.result = result = ClipResult(
             judged.measured,
             judged.coefs,
             keys=self._agreed.keys,
@@ -439,8 +459,11 @@ class GradClipper:
             step=self.steps,
         )
         self.record.add(result)
-        if not isinstance(judged.skipped, Tensor):
+        if self._deferred is None and not isinstance(judged.skipped, Tensor):  # all ranks know
             self._skips.raise_beyond(self.max_consecutive_skips)
+        # Last: where a warning is an error, the step is through on this rank, too.
+        for about, message in judged.measured.notices:
+            warn_once(about, message)
         for note in judged.measured.notes:
             warnings.warn(note, stacklevel=3)
         return result

@@ -77,7 +77,11 @@ def local_tensors(tensors: Sequence[Any]) -> list[Tensor]:
     found = []
     for tensor in tensors:
         local = tensor._local_tensor if type(tensor) is dtensor else tensor
-        found.append(local if type(local) in _PLAIN else local_tensor(local))
+        if type(local) not in _PLAIN:
+            local = local_tensor(local)
+            if not is_plain(local):
+                raise TypeError(f"gradients of type {type(local).__name__} are not understood")
+        found.append(local)
     return found
 
 
@@ -149,7 +153,7 @@ def signature(tensor: Any) -> object:
         return tensor
     if tensor.layout != torch.strided:
         return object()  # how many values a sparse gradient has changes from step to step
-    return tensor.shape, tensor.dtype, tensor.device
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, 0 in tensor.stride()
 
 
 def signatures(tensors: Sequence[Any]) -> list[object]:
@@ -195,6 +199,14 @@ def default_store() -> Any:
         return None
 
 
+def sequence_number(process_group: Any) -> int:
+    """Count a group's collectives, alike on all ranks that have made the same calls."""
+    try:
+        return int(process_group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that this one was cut from by slicing, flattening or unflattening."""
     if hasattr(mesh, "_get_root_mesh"):
@@ -225,3 +237,10 @@ def is_fsdp1_flattened(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False)) or hasattr(
         parameter, "_shard_param_infos"
     )
+
+
+def bare_mesh(ranks: Any) -> Any:
+    """Make a device mesh that only says where ranks are: no process group is created for it."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", ranks, _init_backend=False)

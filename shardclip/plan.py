@@ -276,7 +276,7 @@ def make(
     plan = Plan(lanes)
     settled = _settle(plan, planner, pairs, accept)
     numbered = _number(settled, numbers)
-    parts = {} if maximum else _share(settled, numbered, pairs, planner.world.rank)
+    parts = {} if maximum else _share(settled, numbered, pairs, planner.world.rank, spread)
     buckets: dict[Bucket, int] = {}
     for index, found in settled.items():
         source, grad = pairs[index]
@@ -297,7 +297,7 @@ def make(
         plan.seats.append(Seat(source, index, where, part, copy, found.declared))
     plan.buckets = list(buckets)
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
-    plan.wide = any(g.dtype in _WIDE for _, g in pairs if g is not None)
+    plan.wide = any(getattr(g, "dtype", None) in _WIDE for _, g in pairs)
     plan.splits = any(seat.part != (0, 1) for seat in plan.seats)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
     plan.notices += _uncertain(planner, settled, pairs)
@@ -338,11 +338,13 @@ def _share(
     numbered: dict[int, int],
     pairs: Sequence[tuple[Source, Tensor | None]],
     rank: int,
+    loosely: bool,
 ) -> dict[int, tuple[int, int] | None]:
     """Split the reading of what several ranks hold.
 
     Sources without a gradient take part: a gradient that one rank alone lacks must not change
-    what the others read. Sizes are the parameters', which all holders know.
+    what the others read. Sizes are the parameters', which all holders know. Where the ranks have
+    not agreed on a list (``loosely``), each tensor is split by its size alone.
     """
     shares = Shares(rank)
     parts = {}
@@ -352,7 +354,8 @@ def _share(
             source = pairs[index][0]
             span = source.span
             numel = compat.local_numel(source.parameter) if span is None else span[1] - span[0]
-            parts[index] = shares.part(owned.holders, numel)
+            cut = shares.even if loosely else shares.part
+            parts[index] = cut(owned.holders, numel)
     return parts
 
 
