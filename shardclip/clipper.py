@@ -491,9 +491,9 @@ class GradClipper(FromFrameworks):
         """
         own = getattr(self.max_norm, "state_dict", None)
         return {
-            "steps": torch.tensor(self.steps),
-            "skipped": torch.tensor(self.skipped),
-            "consecutive_skips": torch.tensor(self.consecutive_skips),
+            "steps": compat.on_host(self.steps, torch.int64),
+            "skipped": compat.on_host(self.skipped, torch.int64),
+            "consecutive_skips": compat.on_host(self.consecutive_skips, torch.int64),
             "max_norm": {} if own is None else own(),
         }
 
