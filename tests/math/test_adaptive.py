@@ -229,6 +229,21 @@ def test_the_optimizer_leaves_a_skipped_step_out():
         assert torch.equal(parameter.detach(), before) != moves
 
 
+def test_a_grad_scaler_takes_a_skipped_spike_for_an_overflow():
+    clipper, parameter = clipper_of(RunningMean(2.0, skip=True))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for norm, moves in ((1.0, True), (9.0, False)):
+        before = parameter.detach().clone()
+        scaler.scale((parameter * torch.tensor([norm, 0.0])).sum()).backward()
+        result = clipper.step(optimizer, grad_scaler=scaler)
+        scaler.update()
+        optimizer.zero_grad()
+        assert result.outcome.total_norm == pytest.approx(norm)
+        assert torch.equal(parameter.detach(), before) != moves
+    assert scaler.get_scale() == 4.0
+
+
 def test_a_nan_is_propagated_while_spikes_are_skipped():
     clipper, parameter = clipper_of(RunningMean(2.0, skip=True))
     step(clipper, parameter, 1.0)
