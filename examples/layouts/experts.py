@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardclip import GradClipper
 
@@ -13,6 +14,7 @@ def main() -> None:
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    mesh = init_device_mesh(device.type, (ranks,))
     torch.manual_seed(0)
     dense = nn.Linear(8, 8).to(device)
     torch.manual_seed(1 + rank)
@@ -23,7 +25,7 @@ def main() -> None:
 
     for step in range(4):
         tokens = dense(torch.randn(4 * ranks, 8, device=device))
-        sent = collectives.all_to_all_single_autograd(tokens, None, None, list(range(ranks)))
+        sent = collectives.all_to_all_single_autograd(tokens, None, None, mesh)
         output = model[f"experts_{rank}"](sent)  # four tokens from each rank
         ((output - 3).square().mean() / ranks).backward()
         for parameter in dense.parameters():  # what has copies is summed over them
