@@ -8,10 +8,16 @@ TORCH := $(if $(filter-out 0,$(GPU)),torch,-r requirements/torch-cpu.txt)
 RANKS ?= $(if $(filter-out 0,$(GPU)),$(GPU),4)
 WORKERS ?= 2
 
-.PHONY: help demo test lint unit bench clean
+SYSTEMS := .venv-systems
+COMPILE_DEEPSPEED := from deepspeed.comm.torch import build_shm_op; build_shm_op()
+# Else DeepSpeed's first launch compiles it, on all ranks. It finds ninja by PATH.
+IN_SYSTEMS := PATH="$(CURDIR)/$(SYSTEMS)/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
+	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(SYSTEMS)/extensions" python
+
+.PHONY: help demo test lint unit test-systems bench clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(READY): pyproject.toml requirements/dev.txt requirements/torch-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -36,8 +42,22 @@ lint: $(READY)  ## ruff, mypy and import-linter
 unit: $(READY)  ## every test, in parallel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
+$(SYSTEMS)/.ready: pyproject.toml requirements/systems.txt requirements/torch-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "the frameworks need Python >= 3.11; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(SYSTEMS)
+	$(SYSTEMS)/bin/python -m pip install --quiet -r requirements/torch-cpu.txt
+	$(SYSTEMS)/bin/python -m pip install --quiet -r requirements/systems.txt
+	$(SYSTEMS)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	$(IN_SYSTEMS) -c "$(COMPILE_DEEPSPEED)" > /dev/null
+	@touch $@
+
+test-systems: $(SYSTEMS)/.ready  ## the tests with the real frameworks, in an environment of their own
+	$(IN_SYSTEMS) -m pytest tests/systems --timeout 400 $(ARGS)
+	SHARDCLIP_REQUIRE_TRACKERS=1 $(IN_SYSTEMS) -m pytest tests/record/test_trackers.py
+
 bench: $(READY)  ## time shardclip beside torch on the same gradients
 	$(BIN)/python -m benchmarks
 
 clean:  ## remove the virtual environment and everything generated
-	rm -rf $(VENV) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SYSTEMS) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

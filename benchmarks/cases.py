@@ -1,14 +1,27 @@
-"""Named sets of gradients: which shapes, sharded over which mesh."""
+"""Cases: a list of shapes, a dtype and a layout on a number of ranks, spelled in one name."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .shapes import SHAPES, SIZES, Shapes, tiny
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS = {
+    "plain": "one process",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "hsdp": "HSDP",
+    "fsdp-tp": "FSDP2 + TP",
+    "two-meshes": "FSDP2 + EP, two meshes",
+    "zero2": "DeepSpeed ZeRO-2",
+}
+"""How gradients lie: the name in a case, and in words."""
+
+_ONLY_FP32 = {"fsdp1", "zero2"}  # built by the frameworks themselves, in their default precision
+_RANKS = 4
+_PAIRS = {"hsdp", "fsdp-tp", "two-meshes"}  # one axis of these meshes has two ranks
 
 
 @dataclass(frozen=True)
@@ -16,108 +29,130 @@ class Case:
     """Gradients of one layout.
 
     Attributes:
-        name: What `--case` calls it.
-        count: Number of parameters, all of one shape.
-        shape: Rows and columns of each; the shards divide the rows evenly.
-        mesh: Sizes of the mesh's axes. The last axis shards dim 0 as FSDP2 does, those before it
-            replicate as HSDP does. Empty: plain tensors in one process without a group.
+        layout: A key of `LAYOUTS`.
+        shapes: Of the whole parameters.
+        dtype: Of the gradients, a key of `DTYPES`.
+        ranks: Number of processes.
     """
 
-    name: str
-    count: int
-    shape: tuple[int, int]
-    mesh: tuple[int, ...]
+    layout: str
+    shapes: Shapes
+    dtype: str = "fp32"
+    ranks: int = _RANKS
 
     @property
-    def ranks(self) -> int:
-        """Number of processes."""
-        ranks = 1
-        for size in self.mesh:
-            ranks *= size
-        return ranks
+    def name(self) -> str:
+        """What `--case` calls it: `layout/shapes[/dtype][@ranks]`."""
+        dtype = "" if self.dtype == "fp32" else f"/{self.dtype}"
+        ranks = "" if self.ranks == _usual_ranks(self.layout) else f"@{self.ranks}"
+        return f"{self.layout}/{self.shapes.name}{dtype}{ranks}"
 
     @property
-    def elements(self) -> int:
-        """Number of gradient elements in the whole model."""
-        return self.count * self.shape[0] * self.shape[1]
+    def text(self) -> str:
+        """What it is, in words."""
+        where = LAYOUTS[self.layout]
+        if self.layout != "plain":
+            where += f" on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.shapes.text}, {self.dtype}, {where}"
 
 
-CASES = (
-    Case("fsdp2-layers", 24, (1024, 1024), (4,)),
-    Case("fsdp2-small", 1000, (64, 64), (4,)),
-    Case("hsdp", 24, (1024, 1024), (2, 2)),
-    Case("one-process", 24, (1024, 1024), ()),
-)
+def parse(name: str) -> Case:
+    """Read a case's name.
+
+    Raises:
+        ValueError: It is no `layout/shapes[/dtype][@ranks]`, or the layout cannot be had so.
+    """
+    spelled, _, ranks = name.partition("@")
+    layout, shapes, *rest = [*spelled.split("/"), ""][:3]
+    dtype = rest[0] if rest and rest[0] else "fp32"
+    for what, value, known in (
+        ("layout", layout, LAYOUTS),
+        ("shapes", shapes, SHAPES),
+        ("dtype", dtype, DTYPES),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: {what} {value!r} is none of {', '.join(known)}")
+    if dtype != "fp32" and layout in _ONLY_FP32:
+        raise ValueError(f"{name}: {LAYOUTS[layout]} is built in fp32 alone")
+    count = int(ranks) if ranks else _usual_ranks(layout)
+    if layout == "plain" and count != 1:
+        raise ValueError(f"{name}: {LAYOUTS[layout]} has one rank")
+    if layout in _PAIRS and count % 2:
+        raise ValueError(f"{name}: {LAYOUTS[layout]} needs an even number of ranks")
+    return Case(layout, SHAPES[shapes], dtype, count)
 
 
 def quick(case: Case) -> Case:
     """Return the same layout with tiny sizes, for a smoke test."""
-    return replace(case, count=min(case.count, 8), shape=(8, 4))
+    return replace(case, shapes=tiny(case.shapes))
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """One rank's parameters with their gradients, and what they were.
-
-    Attributes:
-        parameters: What is handed to the functions.
-        locals: The gradients' storage on this rank.
-        saved: What `locals` held at first.
-        norm: The true global norm, in float64.
-    """
-
-    parameters: list[nn.Parameter]
-    locals: list[Tensor]
-    saved: list[Tensor]
-    norm: float
-
-    def restore(self) -> None:
-        """Give every parameter a new gradient with the values that it had at first.
-
-        A backward does the same: the tensor is a new object in every step, and under FSDP2 it
-        shares its parameter's description of mesh and placements.
-        """
-        for parameter, local, saved in zip(self.parameters, self.locals, self.saved, strict=True):
-            local.copy_(saved)
-            parameter.grad = _like(parameter, local)
+def _usual_ranks(layout: str) -> int:
+    return 1 if layout == "plain" else _RANKS
 
 
-def build(case: Case, seed: int) -> Gradients:
-    """Build this rank's gradients; replicas hold the same values, shards hold different ones."""
-    mesh = init_device_mesh("cpu", case.mesh) if case.mesh else None
-    shards = case.mesh[-1] if case.mesh else 1
-    shard = mesh.get_local_rank(mesh.ndim - 1) if mesh is not None else 0
-    generator = torch.Generator().manual_seed(seed * shards + shard)
-    rows, columns = case.shape
-    local_shape = (rows // shards, columns)
-    saved = [torch.randn(local_shape, generator=generator) for _ in range(case.count)]
-    parameters = [nn.Parameter(_spread(torch.zeros(local_shape), case.shape, mesh)) for _ in saved]
-    storage = [torch.empty(local_shape) for _ in saved]
-    gradients = Gradients(parameters, storage, saved, _true_norm(saved, case.ranks // shards))
-    gradients.restore()
-    return gradients
+QUICK = (
+    "fsdp2/layers",
+    "hsdp/layers",
+    "ddp/layers",
+    "fsdp1/layers",
+    "fsdp-tp/gpt2-small",
+    "two-meshes/llama-stack",
+    "plain/layers",
+    "plain/one-64Mi/bf16",
+    "fsdp2/small-10@1",
+)
+"""Every layout once, for a smoke test."""
 
+TARGETED = (
+    "fsdp2/layers",
+    "hsdp/layers",
+    "fsdp2/small",
+    "plain/one-64Mi/fp16",
+    "plain/one-64Mi",
+    "plain/one-64Mi/bf16",
+)
+"""What `targets.py` asks for."""
 
-def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """Wrap a local tensor as the parameter's gradient, as FSDP2 does: by DTensor's constructor."""
-    if isinstance(parameter, DTensor):
-        return DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return local.detach()
+_WORLD = ("fsdp2/layers@1", "fsdp2/layers@2", "fsdp2/layers@8")
+_COUNTS = ("fsdp2/small-10", "fsdp2/small-100", "plain/small-10000")
+_SIZES = tuple(
+    f"plain/{name}/{dtype}".removesuffix("/fp32")
+    for name, shapes in SHAPES.items()
+    for dtype in DTYPES
+    if shapes.count == 1 and shapes.elements in SIZES[::2]
+)
 
+DEFAULT = (
+    *TARGETED,
+    "plain/layers",
+    "ddp/layers",
+    "fsdp1/layers",
+    "fsdp-tp/layers",
+    "two-meshes/layers",
+    "zero2/layers",
+    "fsdp2/gpt2-small/bf16",
+    "fsdp2/llama-stack/bf16",
+    *_WORLD,
+    *_COUNTS,
+    *(name for name in _SIZES if name not in TARGETED),
+)
+"""A few minutes on two cores; every question has its picture."""
 
-def _spread(local: Tensor, shape: tuple[int, int], mesh: DeviceMesh | None) -> Tensor:
-    if mesh is None:
-        return local
-    placements: Sequence[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
-    )
-
-
-def _true_norm(tensors: list[Tensor], replicas: int) -> float:
-    squares = torch.zeros((), dtype=torch.float64)
-    for tensor in tensors:
-        squares += tensor.double().square().sum()
-    if dist.is_initialized():
-        dist.all_reduce(squares)
-    return math.sqrt(float(squares) / replicas)
+ALL = (
+    *DEFAULT,
+    *(
+        f"{layout}/{shapes}/{dtype}".removesuffix("/fp32")
+        for layout in LAYOUTS
+        for shapes in ("layers", "gpt2-small", "llama-stack")
+        for dtype in DTYPES
+        if layout not in _ONLY_FP32 or dtype == "fp32"
+    ),
+    "ddp/small",
+    "hsdp/small",
+    "plain/small",
+    "fsdp-tp/small",
+    "two-meshes/small",
+    "fsdp2/small-10000",
+)
+"""Everything that has a name in the selections; hours, most of them for torch's first calls."""

@@ -1,59 +1,124 @@
-"""What is compared: shardclip's two ways to clip, and what a user of torch would call instead."""
+"""What is compared: every way in which shardclip clips, and what a user would call instead."""
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 import shardclip
 
-Parameters = list[nn.Parameter]
-Clip = Callable[[float], Tensor]
-"""Clips the gradients to a `max_norm` and returns their total norm."""
+from . import baselines
+from .cases import Case
+from .clipping import MANY_MESHES, PLAIN, STEPPED, Clipping, Contender, fused_adamw
+from .gradients import Gradients
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A way to clip.
+def _lacks(feature: str) -> Callable[[], str | None]:
+    """Say that a mode of GradClipper is left out, where this shardclip has none."""
 
-    Attributes:
-        name: As a user would write it.
-        make: Does what is done once per set of parameters, and returns what is done every step.
-    """
+    def lacking() -> str | None:
+        settings = inspect.signature(shardclip.GradClipper).parameters
+        if feature in settings or hasattr(shardclip.GradClipper, feature):
+            return None
+        return f"this shardclip's GradClipper has no {feature}"
 
-    name: str
-    make: Callable[[Parameters], Clip]
-
-
-def _torch(parameters: Parameters) -> Clip:
-    return lambda max_norm: torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return lacking
 
 
-def _function(parameters: Parameters) -> Clip:
-    return lambda max_norm: shardclip.clip_grad_norm_(parameters, max_norm)
+def _function(gradients: Gradients) -> Clipping:
+    return Clipping(lambda max_norm: shardclip.clip_grad_norm_(gradients.target, max_norm))
 
 
-def _clipper(parameters: Parameters) -> Clip:
-    clipper = shardclip.GradClipper(parameters, max_norm=1.0)
+def _clipper(gradients: Gradients, **settings: Any) -> Clipping:
+    clipper = shardclip.GradClipper(gradients.target, max_norm=1.0, **settings)
 
     def clip(max_norm: float) -> Tensor:
         clipper.max_norm = max_norm
-        result: shardclip.ClipResult = clipper.clip_()
-        return result.total_norm
+        return clipper.clip_().total_norm
 
-    return clip
+    return Clipping(clip)
 
 
-BASELINE = Contender("torch.nn.utils.clip_grad_norm_", _torch)
-CONTENDERS = (
-    BASELINE,
-    Contender("shardclip.clip_grad_norm_", _function),
-    Contender("GradClipper.clip_", _clipper),
+def _declared(gradients: Gradients) -> Clipping:
+    mesh = init_device_mesh("cpu", (gradients.case.ranks,))
+    return _clipper(gradients, layout=(mesh, (Replicate(),)))
+
+
+def _overlapping(gradients: Gradients) -> Clipping:
+    clipping = _clipper(gradients, overlap=True)
+
+    def backward() -> None:
+        """Call the hooks that the clipper registered, as FSDP2 does for its sharded gradients."""
+        for parameter in gradients.parameters:
+            hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            for hook in list(hooks.values()):
+                hook(parameter)
+
+    return Clipping(clipping.clip, backward)
+
+
+def _exact(gradients: Gradients) -> Clipping:
+    return _clipper(gradients, exact=True)
+
+
+def _asynchronous(gradients: Gradients) -> Clipping:
+    clipper: Any = shardclip.GradClipper(gradients.target, max_norm=1.0)
+
+    def clip(max_norm: float) -> Tensor:
+        clipper.max_norm = max_norm
+        norm: Tensor = clipper.start().finish().total_norm
+        return norm
+
+    return Clipping(clip)
+
+
+def _step(gradients: Gradients) -> Clipping:
+    clipper = shardclip.GradClipper(gradients.target, max_norm=1.0)
+    optimizer = fused_adamw(gradients)
+
+    def step(max_norm: float) -> Tensor:
+        clipper.max_norm = max_norm
+        return clipper.step(optimizer).total_norm
+
+    return Clipping(step)
+
+
+def _partitions(gradients: Gradients) -> Clipping:
+    mesh = init_device_mesh("cpu", (gradients.case.ranks,))
+    layout = (mesh, (Shard(0),))
+    return Clipping(lambda _: shardclip.get_total_norm(gradients.target, layout=layout))
+
+
+_CLIPPED = PLAIN | MANY_MESHES | {"fsdp1"}
+_HOOKED = frozenset({"plain"}) | MANY_MESHES  # DDP's hooks see what is not reduced yet
+
+OURS = (
+    Contender("shardclip.clip_grad_norm_", "clip", _function, _CLIPPED, first=True),
+    Contender("GradClipper.clip_", "clip", _clipper, _CLIPPED, first=True),
+    Contender("GradClipper(layout=)", "clip", _declared, frozenset({"ddp"})),
+    Contender("GradClipper(overlap=True)", "clip", _overlapping, _HOOKED, _lacks("overlap")),
+    Contender("GradClipper.start, finish", "clip", _asynchronous, _CLIPPED, _lacks("start")),
+    Contender("GradClipper(exact=True)", "clip", _exact, _CLIPPED, _lacks("exact"), only_here=True),
+    Contender("GradClipper.step(AdamW)", "step", _step, STEPPED, only_here=True),
+    Contender("shardclip.get_total_norm", "norm", _partitions, frozenset({"zero2"})),
 )
+
+CONTENDERS = (*baselines.BASELINES, *OURS)
+"""In the order of the tables; ratios are to the first that is present and does the same."""
+
+
+def present(case: Case) -> tuple[list[Contender], dict[str, str]]:
+    """Choose the contenders of a case; say of the others that fit why they are left out."""
+    fitting = [contender for contender in CONTENDERS if contender.fits(case)]
+    reasons = {contender.name: contender.lacking() for contender in fitting}
+    absent = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [contender for contender in fitting if contender.name not in absent], absent
 
 
 def read(norm: Tensor) -> float:
     """Read a norm as a logger would; torch's is a DTensor whose reduction is still to come."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    whole: Any = norm
+    return float(whole.full_tensor() if hasattr(whole, "full_tensor") else norm)

@@ -1,4 +1,4 @@
-"""What one rank does: build the gradients, count the collectives, take the times.
+"""What one rank does: build the gradients, take the times, count.
 
 A barrier stands before every timed call, the time of a call is the maximum over the ranks, and
 the gradients are restored outside the timed part. Contenders take turns, call by call.
@@ -6,28 +6,31 @@ the gradients are restored outside the timed part. Contenders take turns, call b
 
 import gc
 import json
+import logging
+import os
+import sys
 import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
-from .cases import Case, Gradients, build
-from .contenders import CONTENDERS, Clip, Contender, read
+from .cases import LAYOUTS, Case
+from .clipping import CLIPPED, FIRST, HEADROOM, STEPS, USUAL, Clipping, Contender
+from .contenders import OURS, present, read
+from .counting import Counts, counting
+from .device_path import as_on_a_device
+from .gradients import Gradients, UnavailableError, build
+from .measurement import Counted, Measurement, Times
+from .shapes import tiny
 
-FIRST, USUAL, CLIPPED = "first", "usual", "clipped"
-STEPS = (FIRST, USUAL, CLIPPED)
-"""First: all that a new set of gradients costs, building a `GradClipper` included, on the usual
-step. Usual: the norm is half of `max_norm`. Clipped: it is twice `max_norm`."""
-
-_HEADROOM = {FIRST: 2.0, USUAL: 2.0, CLIPPED: 0.5}  # max_norm, in units of the norm
-_WARM_UP = (8, 8)  # one tensor of this size, so that imports and connections are not timed
-_PATIENCE = timedelta(seconds=120)
+_PATIENCE = timedelta(seconds=300)  # 10,000 DTensors take torch minutes, once
+_HALF = 1e-2  # what rounding may change of a 16-bit gradient, generously
+_TOLD = 160  # characters of a contender's error
 
 
 @dataclass(frozen=True)
@@ -47,37 +50,11 @@ class Settings:
     turn: int = 0
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One contender in one case and kind of step.
-
-    Attributes:
-        case: Name of the case.
-        step: One of `STEPS`.
-        contender: Name of the contender.
-        all_reduces: All-reduces in one call.
-        collectives: Collectives of any kind in one call, all-reduces included.
-        reading: Collectives more for reading the norm that the call returned.
-        building: Collectives for what is built before the first call.
-        norm_error: Of the norm, relative to the float64 norm of the whole.
-        seconds: Every timed call.
-    """
-
-    case: str
-    step: str
-    contender: str
-    all_reduces: int
-    collectives: int
-    reading: int
-    building: int
-    norm_error: float
-    seconds: list[float] = field(default_factory=list)
-
-
 def run_rank(rank: int, ranks: int, cases: Sequence[Case], settings: Settings, folder: str) -> None:
-    """Measure the cases as one of `ranks` processes; rank 0 writes `measured.json`."""
+    """Measure the cases as one of `ranks` processes; rank 0 writes a line for each case."""
+    _silence()
     torch.set_num_threads(settings.threads)
-    if ranks > 1:
+    if cases[0].layout != "plain":
         dist.init_process_group(
             "gloo",
             init_method=(Path(folder) / "store").as_uri(),
@@ -85,126 +62,190 @@ def run_rank(rank: int, ranks: int, cases: Sequence[Case], settings: Settings, f
             world_size=ranks,
             timeout=_PATIENCE,
         )
-    found: list[Measurement] = []
     gc.disable()  # a collection would fall into some calls and not into others
     for case in cases:
-        _warm_up(case, settings)
-        found += _measure(case, settings)
-    if rank == 0:
-        text = json.dumps([asdict(one) for one in found])
-        (Path(folder) / "measured.json").write_text(text, encoding="utf-8")
-    if ranks > 1:
+        found, absent = measure_case(case, settings)
+        if rank == 0:
+            line = {"case": case.name, "measured": [asdict(one) for one in found], "absent": absent}
+            with (Path(folder) / "measured.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        gc.collect()
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _warm_up(case: Case, settings: Settings) -> None:
-    small = Case(case.name, 1, _WARM_UP, case.mesh)
-    gradients = build(small, settings.seed)
-    for contender in CONTENDERS:
-        read(contender.make(gradients.parameters)(gradients.norm))
+def _silence() -> None:
+    """Keep what the compared packages print, log and warn of away from the tables."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def _measure(case: Case, settings: Settings) -> list[Measurement]:
-    gradients = build(case, settings.seed)
-    order = _rotate(CONTENDERS, settings.turn)
-    clips: dict[str, Clip] = {}
-    seconds: dict[tuple[str, str], list[float]] = {}
-
-    for contender in order:
-        took, clips[contender.name] = _time_first(contender, gradients)
-        seconds[FIRST, contender.name] = [took]
-    for step in (USUAL, CLIPPED):
-        max_norm = gradients.norm * _HEADROOM[step]
-        for repeat in range(settings.repeats):
-            for contender in _rotate(order, repeat):
-                took = _time(clips[contender.name], max_norm, gradients)
-                seconds.setdefault((step, contender.name), []).append(took)
-    slowest = _slowest(seconds)
-    return [
-        _count(case, step, contender, gradients, slowest[step, contender.name])
+def measure_case(case: Case, settings: Settings) -> tuple[list[Measurement], dict[str, str]]:
+    """Time and count every contender of a case; say of the others why they are left out."""
+    contenders, absent = present(case)
+    try:
+        small = build(replace(case, shapes=tiny(case.shapes)), settings.seed)
+        failed = _try(contenders, small)
+        gradients = build(case, settings.seed)
+    except UnavailableError as error:
+        return [], {LAYOUTS[case.layout]: str(error)}
+    absent |= failed
+    contenders = [one for one in contenders if one.name not in failed]
+    times = _time_all(contenders, gradients, settings)
+    if settings.turn:  # the counts are the same in every round
+        counted = dict.fromkeys(times, Counted())
+    else:
+        counted = {
+            (step, one.name): _count(step, one, gradients, small)
+            for one in contenders
+            for step in one.steps
+        }
+    measured = [
+        Measurement(
+            case=case.name,
+            step=step,
+            contender=one.name,
+            does=one.does,
+            bytes=int(_largest([gradients.bytes])[0]),
+            **vars(counted[step, one.name]),
+            **vars(times[step, one.name]),
+        )
         for step in STEPS
-        for contender in CONTENDERS
+        for one in contenders
+        if step in one.steps
     ]
+    return measured, absent
 
 
-def _time_first(contender: Contender, gradients: Gradients) -> tuple[float, Clip]:
+def _try(contenders: Sequence[Contender], gradients: Gradients) -> dict[str, str]:
+    """Call each once on small gradients, so that imports and connections are not timed.
+
+    Returns:
+        What those raised that cannot do it; they raise on all ranks alike.
+    """
+    failed = {}
+    for contender in contenders:
+        gradients.restore()
+        try:
+            read(contender.make(gradients).clip(gradients.norm))
+        except Exception as error:  # whatever another package raises is its answer
+            told = " ".join(str(error).split())[:_TOLD]
+            failed[contender.name] = f"raises {type(error).__name__}: {told}"
+    return failed
+
+
+def _time_all(
+    contenders: Sequence[Contender], gradients: Gradients, settings: Settings
+) -> dict[tuple[str, str], Times]:
+    order = _rotate(contenders, settings.turn)
+    made: dict[str, Clipping] = {}
+    times: dict[tuple[str, str], Times] = {}
+    for contender in order:
+        first = times.setdefault((FIRST, contender.name), Times())
+        made[contender.name] = _time_first(contender, gradients, first)
+    for step in (USUAL, CLIPPED):
+        max_norm = gradients.norm * HEADROOM[step]
+        chosen = [contender for contender in order if step in contender.steps]
+        for repeat in range(settings.repeats):
+            for contender in _rotate(chosen, repeat):
+                into = times.setdefault((step, contender.name), Times())
+                _time(made[contender.name], max_norm, gradients, into)
+    for held in times.values():
+        held.seconds, held.cpu_seconds, held.hidden = (
+            _largest(values) for values in (held.seconds, held.cpu_seconds, held.hidden)
+        )
+    return times
+
+
+def _time_first(contender: Contender, gradients: Gradients, into: Times) -> Clipping:
     """Time what a new set of gradients costs, and return what clips it from then on."""
-    made: list[Clip] = []
+    gradients.restore()
+    _barrier()
+    start, cpu = time.perf_counter(), time.thread_time()
+    clipping = contender.make(gradients)
+    clipping.backward()
+    clipping.clip(gradients.norm * HEADROOM[FIRST])
+    into.cpu_seconds.append(time.thread_time() - cpu)
+    into.seconds.append(time.perf_counter() - start)
+    return clipping
 
-    def make_and_clip(max_norm: float) -> Tensor:
-        made.append(contender.make(gradients.parameters))
-        return made[0](max_norm)
 
-    return _time(make_and_clip, gradients.norm * _HEADROOM[FIRST], gradients), made[0]
-
-
-def _time(clip: Clip, max_norm: float, gradients: Gradients) -> float:
+def _time(clipping: Clipping, max_norm: float, gradients: Gradients, into: Times) -> None:
     """Time one call on this rank."""
     gradients.restore()
-    if dist.is_initialized():
-        dist.barrier()
     start = time.perf_counter()
-    clip(max_norm)
-    return time.perf_counter() - start
+    clipping.backward()
+    into.hidden.append(time.perf_counter() - start)
+    _barrier()
+    start, cpu = time.perf_counter(), time.thread_time()
+    clipping.clip(max_norm)
+    into.cpu_seconds.append(time.thread_time() - cpu)
+    into.seconds.append(time.perf_counter() - start)
 
 
-def _slowest(seconds: dict[tuple[str, str], list[float]]) -> dict[tuple[str, str], list[float]]:
-    """Take the maximum over the ranks of every single call."""
-    if not dist.is_initialized():
-        return seconds
-    slowest = {}
-    for key, mine in seconds.items():
-        times = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        slowest[key] = times.tolist()
-    return slowest
-
-
-def _count(
-    case: Case, step: str, contender: Contender, gradients: Gradients, seconds: list[float]
-) -> Measurement:
-    """Count one step's collectives, and see that the step did what it should."""
-    gradients.restore()
-    max_norm = gradients.norm * _HEADROOM[step]
-    with _counting() as build_mode:
-        clip = contender.make(gradients.parameters)
-    if step != FIRST:
-        clip(max_norm)
-        gradients.restore()
-    with _counting() as step_mode:
-        norm = clip(max_norm)
-    with _counting() as read_mode:
-        value = read(norm)
-    _check_scaling(contender, gradients, min(1.0, _HEADROOM[step]))
-    kinds = {str(kind): number for kind, number in step_mode.get_comm_counts().items()}
-    return Measurement(
-        case=case.name,
-        step=step,
-        contender=contender.name,
-        all_reduces=sum(n for kind, n in kinds.items() if "allreduce" in kind.replace("_", "")),
-        collectives=step_mode.get_total_counts(),
-        reading=read_mode.get_total_counts(),
-        building=build_mode.get_total_counts(),
+def _count(step: str, contender: Contender, gradients: Gradients, small: Gradients) -> Counted:
+    """Count one step, and see that it did what it should."""
+    with counting() as building:
+        clipping = contender.make(gradients)
+    counts, value, reading = _counted(clipping, step, gradients)
+    host_syncs: int | None = counts.host_reads
+    if contender in OURS:
+        _check_scaling(contender, gradients, step)
+        host_syncs = None
+        if step == USUAL and not contender.only_here:
+            with as_on_a_device():
+                host_syncs = _counted(contender.make(small), step, small)[0].host_reads
+    return Counted(
+        counts=Counts(**{key: int(_largest([n])[0]) for key, n in asdict(counts).items()}),
+        building=building.collectives,
+        reading=reading,
+        host_syncs=host_syncs,
         norm_error=abs(value - gradients.norm) / gradients.norm,
-        seconds=seconds,
     )
 
 
-def _counting() -> CommDebugMode:
-    """Count the collectives of a block: c10d's own and the functional ones alike."""
-    return CommDebugMode()  # type: ignore[no-untyped-call]
+def _counted(clipping: Clipping, step: str, gradients: Gradients) -> tuple[Counts, float, int]:
+    """Count a call, what it left to the backward pass included; read the norm that it gives."""
+    max_norm = gradients.norm * HEADROOM[step]
+    if step != FIRST:
+        gradients.restore()
+        clipping.backward()
+        clipping.clip(max_norm)
+    gradients.restore()
+    with counting(gradients.locals) as counts:
+        clipping.backward()
+        norm = clipping.clip(max_norm)
+    with counting() as reading:
+        value = read(norm)
+    return counts, value, reading.collectives
 
 
-def _check_scaling(contender: Contender, gradients: Gradients, coefficient: float) -> None:
+def _check_scaling(contender: Contender, gradients: Gradients, step: str) -> None:
     """Raise unless the gradients are what they were, times the coefficient."""
+    coefficient = 1.0 if contender.does == "norm" else min(1.0, HEADROOM[step])
     for local, saved in zip(gradients.locals, gradients.saved, strict=True):
-        if not torch.allclose(local, saved * coefficient, rtol=1e-3):
+        if not torch.allclose(local, saved * coefficient, rtol=_HALF, atol=1e-6):
             raise RuntimeError(
                 f"{contender.name}: gradients are not {coefficient} of what they were"
             )
 
 
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _largest(values: Sequence[float]) -> list[float]:
+    """Take the maximum over the ranks, value by value."""
+    largest = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [float(value) for value in largest.tolist()]
+
+
 def _rotate(contenders: Sequence[Contender], turn: int) -> list[Contender]:
-    turn %= len(contenders)
+    turn %= max(1, len(contenders))
     return [*contenders[turn:], *contenders[:turn]]

@@ -1,12 +1,12 @@
 """The public functions: torch's and TensorFlow's names, over any sharding, with one all-reduce."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from . import adapters, compat, exactness, gradients, norm, reduce
+from . import adapters, compat, exactness, gradients, norm, reduce, trees
 from .gradients import Layout, Source
 from .measure import Measured
 from .notices import warn_once
@@ -17,6 +17,9 @@ from .world import World
 
 Parameters = nn.Module | Tensor | Iterable[Any]
 """A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""
+
+Tree = TypeVar("Tree")
+"""A list of tensors, or a tree: lists, tuples and mappings, nested at will."""
 
 NO_GRADIENTS = (
     "no gradient on any rank: the norm is 0 and nothing is clipped. Was backward() run, are the "
@@ -187,21 +190,22 @@ def clip_grads_with_norm_(
 
 
 def clip_by_global_norm(
-    t_list: Sequence[Tensor | None],
+    t_list: Tree,
     clip_norm: float,
     use_norm: Tensor | float | None = None,
     name: str | None = None,
     *,
     group: Group = None,
     layout: Layout = None,
-) -> tuple[list[Tensor | None], Tensor]:
-    """Clip a list of tensors by their global norm, out of place, as TensorFlow does.
+) -> tuple[Tree, Tensor]:
+    """Clip a list or tree of tensors by their global norm, out of place, as TensorFlow does.
 
     ``t * clip_norm / max(global_norm, clip_norm)``, without an epsilon. Where the norm is not
     finite every element becomes NaN.
 
     Args:
-        t_list: Tensors (plain, DTensor or sparse) or None, which stays None.
+        t_list: Tensors (plain, DTensor or sparse) or None, which stays None: in a list, or nested
+            in lists, tuples and mappings, as optax has them.
         clip_norm: The largest global norm that is left alone.
         use_norm: A global norm that is known already; then nothing is summed.
         name: Accepted for TensorFlow's sake.
@@ -209,7 +213,8 @@ def clip_by_global_norm(
         layout: As in ``get_total_norm``.
 
     Returns:
-        The clipped tensors and the global norm, a 0-dim tensor (``use_norm`` if given).
+        The clipped tensors in the structure that was given, and the global norm, a 0-dim tensor
+        (``use_norm`` if given).
 
     Raises:
         TypeError: ``t_list`` is one tensor or no sequence.
@@ -222,32 +227,31 @@ def clip_by_global_norm(
         ``tf.clip_by_global_norm``; Pascanu et al., 2012, arXiv:1211.5063.
     """
     clip_norm = norm.check_max_norm(clip_norm, "clip_norm")
-    sources, world = _listed(t_list), reduce.resolve(group)
+    listed, world = _listed(t_list), reduce.resolve(group)
+    sources = [source for source in listed if source.parameter is not None]
     if use_norm is None:
-        found = _measured_list(sources, world, layout)
+        found = _measured_list(listed, world, layout)
         total, returned = found.total_norm, rounded(found)
     else:
         _check_all(sources, [source.parameter for source in sources])
         total = _as_float64(use_norm)
         returned = use_norm if isinstance(use_norm, Tensor) else total.float()
     coef = norm.tf_clip_coef(total, clip_norm)
-    return [None if t is None else _scaled(t, coef) for t in t_list], returned
+    held = (source.parameter for source in listed)
+    clipped = (None if tensor is None else _scaled(tensor, coef) for tensor in held)
+    return trees.rebuilt(t_list, clipped), returned
 
 
 def global_norm(
-    t_list: Sequence[Tensor | None],
-    *,
-    group: Group = None,
-    layout: Layout = None,
-    exact: bool = False,
+    t_list: Any, *, group: Group = None, layout: Layout = None, exact: bool = False
 ) -> Tensor:
-    """Compute the L2 norm of all tensors of a list; ``None`` entries are passed over.
+    """Compute the L2 norm of all tensors of a list or tree; ``None`` entries are passed over.
 
     As in TensorFlow, a tensor that is listed twice counts twice. Copies on other ranks stand at the
-    same place of their lists.
+    same place of their lists or trees.
 
     Args:
-        t_list: Tensors (plain, DTensor or sparse) or None.
+        t_list: As in ``clip_by_global_norm``.
         group: As in ``clip_grad_norm_``.
         layout: As in ``get_total_norm``.
         exact: As in ``get_total_norm``.
@@ -271,10 +275,11 @@ def global_norm(
 
 
 def _measured_list(
-    sources: Sequence[Source], world: World, layout: Layout, exact: bool = False
+    listed: Sequence[Source], world: World, layout: Layout, exact: bool = False
 ) -> Measured:
     """Measure a list's tensors; their places in it tell which are copies of which."""
-    places = [int(source.name[len("t_list[") : -1]) for source in sources]
+    places = [place for place, source in enumerate(listed) if source.parameter is not None]
+    sources = [listed[place] for place in places]
     values = [source.parameter for source in sources]
     return measure_once(sources, values, 2.0, world, layout, numbers=places, exact=exact)[0]
 
@@ -302,10 +307,10 @@ def _sources(parameters: Parameters, world: World) -> list[Source]:
     return gradients.unique(gradients.of_iterable(listed))
 
 
-def _listed(t_list: Sequence[Tensor | None]) -> list[Source]:
-    if isinstance(t_list, Tensor) or not isinstance(t_list, Sequence):
-        raise TypeError(f"t_list must be a sequence of tensors, got {type(t_list).__name__}")
-    return [s for s in gradients.of_iterable(t_list, "t_list[{}]") if s.parameter is not None]
+def _listed(t_list: Any) -> list[Source]:
+    """List a tree's leaves, None among them."""
+    trees.check(t_list, "t_list")
+    return [Source(name, leaf) for name, leaf in trees.leaves(t_list, "t_list")]
 
 
 @torch.no_grad()

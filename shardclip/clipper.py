@@ -26,12 +26,14 @@ from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
 from .exact import DOUBLE, SINGLE
+from .frameworks import FromFrameworks
 from .gradients import Layout
 from .measure import Measured, start
 from .notices import warn_once
 from .param_groups import grouped
 from .payload import Lanes
 from .pending import Begun, Judged, Pending
+from .record import Record
 from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
@@ -40,7 +42,7 @@ from .skips import Skips
 POLICIES = ("propagate", "raise", "skip")
 
 
-class GradClipper:
+class GradClipper(FromFrameworks):
     """Clip the gradients of a sharded model by their true global norm, every step.
 
     ``grad *= min(1, max_norm / (total_norm + 1e-6))``. Two ranks with shards [3] and [4] and
@@ -90,6 +92,10 @@ class GradClipper:
         exact: Sum exactly and round once: norm and coefficient have the same bits on any number of
             ranks, for any split, order and device, and are float64. For p = 1 and 2.
 
+    Attributes:
+        steps: How many steps were clipped.
+        record: The last 1000 of them, and where they are sent: see ``Record``.
+
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is.
         TypeError: An argument has the wrong type.
@@ -138,6 +144,8 @@ class GradClipper:
                 f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}"
             )
         self.steps = 0
+        self.record = Record()
+        self.result: ClipResult | None = None
         self._skips = Skips()
         self._under_way = False
         self._world = reduce.resolve(group)
@@ -299,7 +307,7 @@ class GradClipper:
                 optimizers.step_scaled(one, coef, judged.stops)
             elif not judged.skipped:
                 optimizers.step_plain(one)
-        return self._result(judged)
+        return self._result(judged, begun.limits)
 
     def _begin(
         self,
@@ -355,7 +363,7 @@ class GradClipper:
         if begun.scaler is not None and judged.stops is not None:
             for optimizer in begun.optimizers:
                 loss_scaling.mark_unscaled(begun.scaler, optimizer, judged.stops)
-        return self._result(judged)
+        return self._result(judged, begun.limits)
 
     def _judge(self, begun: Begun) -> Judged:
         """Conclude on all ranks alike; raise what is wrong before anything is touched."""
@@ -403,17 +411,20 @@ class GradClipper:
                 continue  # nothing is touched, nor even collected
             scale_(judged.measured.targets(group, apart), factor)
 
-    def _result(self, judged: Judged) -> ClipResult:
+    def _result(self, judged: Judged, limits: Sequence[float | None]) -> ClipResult:
         self.steps += 1
         self._skips.count(judged.skipped)
-        result = ClipResult(
+        self.result = result = ClipResult(
             judged.measured,
             judged.coefs,
             keys=self._agreed.keys,
             sums=self.also,
             skipped=judged.skipped,
             nonfinite=judged.names,
+            max_norms=limits,
+            step=self.steps,
         )
+        self.record.add(result)
         if not isinstance(judged.skipped, Tensor):
             self._skips.raise_beyond(self.max_consecutive_skips)
         for note in judged.measured.notes:

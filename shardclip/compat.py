@@ -127,6 +127,10 @@ class HostCopy:
             self._event = torch.Event(tensor.device)
             self._event.record()
 
+    def has_arrived(self) -> bool:
+        """Ask without waiting; for what is this rank's alone, such as a log."""
+        return self._event is None or self._event.query()
+
     def read(self) -> Tensor:
         """Wait until it has arrived; never poll, so that all ranks do the same."""
         if self._event is not None:
@@ -221,3 +225,10 @@ def is_fsdp1_flattened(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False)) or hasattr(
         parameter, "_shard_param_infos"
     )
+
+
+def bare_mesh(ranks: Any) -> Any:
+    """Make a device mesh that only says where ranks are: no process group is created for it."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", ranks, _init_backend=False)

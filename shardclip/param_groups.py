@@ -21,6 +21,8 @@ def grouped(
         if isinstance(parameters, nn.Module):
             return [{}], adapters.module_sources(parameters, world), []
         listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if listed and all(isinstance(entry, Source) for entry in listed):  # from an adapter
+            return [{}], gradients.unique(listed), []
         if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
             return [{}], gradients.unique(gradients.of_iterable(listed, "group0.{}")), []
         sources: list[Source] = []

@@ -297,7 +297,7 @@ def make(
         plan.seats.append(Seat(source, index, where, part, copy, found.declared))
     plan.buckets = list(buckets)
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
-    plan.wide = any(g.dtype in _WIDE for _, g in pairs if g is not None)
+    plan.wide = any(getattr(g, "dtype", None) in _WIDE for _, g in pairs)
     plan.splits = any(seat.part != (0, 1) for seat in plan.seats)
     plan.proves = any(seat.copy is not None and not seat.declared for seat in plan.seats)
     plan.notices += _uncertain(planner, settled, pairs)

@@ -1,15 +1,16 @@
 """What one step of a GradClipper found and did."""
 
-import math
+import time
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from . import norm, verdict
+from . import verdict
 from .inspection import NonFinite
 from .measure import Measured
+from .outcome import Heading, Outcome
 
 
 class ClipResult:
@@ -23,6 +24,7 @@ class ClipResult:
             rank has float64 gradients, on the gradients' device.
         clip_coef: What gradients were multiplied by; 0-dim, of the same dtype and device. With
             several param groups the smallest of theirs.
+        heading: What is known of the step without a host sync.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class ClipResult:
         sums: Sequence[str] = (),
         skipped: bool | Tensor = False,
         nonfinite: Sequence[str] | None = None,
+        max_norms: Sequence[float | None] | Tensor | None = None,
+        step: int = 0,
     ) -> None:
         """Take what the clipper worked out.
 
@@ -42,90 +46,91 @@ class ClipResult:
             coefs: float64 coefficients of the param groups, on the payload's device.
             keys: Names of the norms.
             sums: Names of the caller's numbers.
-            skipped: Whether the step was skipped.
+            skipped: Whether the step was skipped; a 0-dim tensor where only the device knows.
             nonfinite: This rank's parameters that are not finite, where that is known already.
+            max_norms: The param groups' thresholds; a tensor where only the device knows them.
+            step: The clipper's step, the first one 1.
         """
         like = measured.like()
         self.total_norm = measured.total_norm.to(like, copy=True)
         self.clip_coef = coefs.amin().to(like)
         self._measured = measured.without_gradients()
         self._coefs = coefs
-        self._keys = tuple(keys)
-        self._sums = tuple(sums)
-        self._skipped = skipped
+        # What only the device knows travels with the rest of the numbers.
+        self._max_norms = max_norms if isinstance(max_norms, Tensor) else None
+        self._skipped = skipped if isinstance(skipped, Tensor) else None
+        groups = measured.plan.lanes.groups
+        self.heading = Heading(
+            groups,
+            tuple(keys),
+            tuple(sums),
+            measured.p,
+            None if isinstance(max_norms, Tensor) else tuple(max_norms or (None,) * groups),
+            None if isinstance(skipped, Tensor) else skipped,
+            step,
+            time.time(),
+        )
         self._nonfinite = nonfinite
 
-    @cached_property
-    def _host(self) -> tuple[list[float], list[float], float, list[float]]:
-        """Read everything at once: group norms, coefficients, total, and the other lanes."""
-        measured, groups = self._measured, self._measured.plan.lanes.groups
-        keys = measured.norms[groups:]
-        added = measured.payload[measured.plan.lanes.added]
-        parts = [measured.group_norms, self._coefs, measured.total_norm.view(1), keys, added]
-        values = torch.cat(parts).tolist()
-        rest = values[2 * groups + 1 :]
-        return values[:groups], values[groups : 2 * groups], values[2 * groups], rest
+    def packed(self) -> Tensor:
+        """Gather every number in one new float64 tensor on the device, without a host sync.
 
-    @property
-    def _smallest(self) -> float:
-        coefs = self._host[1]
-        return math.nan if any(map(math.isnan, coefs)) else min(coefs)
+        Returns:
+            1-dim, in the order that ``heading.outcome`` reads.
+        """
+        measured, groups = self._measured, self.heading.groups
+        parts = [measured.total_norm.view(1), measured.group_norms, self._coefs]
+        late = [told for told in (self._max_norms, self._skipped) if told is not None]
+        parts += [told.to(measured.total_norm).reshape(-1) for told in late]
+        parts.append(measured.norms[groups:])
+        parts.append(measured.payload[measured.plan.lanes.added])
+        return torch.cat(parts)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """Everything in plain numbers; one host sync."""
+        return self.heading.outcome(self.packed().tolist())
 
     @property
     def finite(self) -> bool:
         """Whether the total norm is neither NaN nor infinite."""
-        return math.isfinite(self._host[2])
+        return self.outcome.finite
 
     @property
     def clipped(self) -> bool:
         """Whether any gradient was scaled down."""
-        return self.finite and not self.skipped and any(coef < 1 for coef in self._host[1])
+        return self.outcome.clipped
 
     @property
     def skipped(self) -> bool:
         """Whether the gradients were left alone as not finite; then do not step."""
-        if isinstance(self._skipped, Tensor):
-            self._skipped = bool(self._skipped)
-        return self._skipped
+        known = self.heading.skipped
+        return self.outcome.skipped if known is None else known
 
     @property
     def group_norms(self) -> tuple[float, ...]:
         """Each param group's norm before clipping."""
-        return tuple(self._host[0])
+        return self.outcome.group_norms
 
     @property
     def group_coefs(self) -> tuple[float, ...]:
         """What each param group's gradients were multiplied by."""
-        return tuple(self._host[1])
+        return self.outcome.group_coefs
 
     @property
     def clipped_norm(self) -> float:
         """The norm of all gradients after clipping."""
-        p = self._measured.p
-        norms, coefs, total, _ = self._host
-        if self.skipped or all(coef == 1 for coef in coefs):
-            return total
-        if p == 0:
-            return sum(n for n, coef in zip(norms, coefs, strict=True) if coef != 0)
-        scaled = [n * coef for n, coef in zip(norms, coefs, strict=True)]
-        if not all(map(math.isfinite, scaled)):
-            return math.nan
-        largest = max(scaled)
-        if norm.is_maximum(p) or largest == 0:
-            return largest
-        return float(largest * math.fsum((n / largest) ** p for n in scaled) ** (1 / p))
+        return self.outcome.clipped_norm
 
     @property
     def norms(self) -> dict[str, float]:
         """The norms by parameter or module, over all ranks; empty unless they were asked for."""
-        return dict(zip(self._keys, self._host[3], strict=False))
+        return dict(self.outcome.norms)
 
     @property
     def sums(self) -> dict[str, float]:
         """The caller's numbers, summed over all ranks."""
-        return dict(
-            zip(self._sums, self._host[3][len(self._host[3]) - len(self._sums) :], strict=True)
-        )
+        return dict(self.outcome.sums)
 
     @property
     def nonfinite(self) -> tuple[NonFinite, ...]:
@@ -146,25 +151,15 @@ class ClipResult:
 
     def as_dict(self) -> dict[str, float]:
         """Return plain numbers for a logger, norms and sums among them."""
-        out = {
-            "total_norm": self._host[2],
-            "clip_coef": self._smallest,
-            "clipped_norm": self.clipped_norm,
-            "clipped": float(self.clipped),
-            "finite": float(self.finite),
-            "skipped": float(self.skipped),
-        }
-        out.update({f"norm/{name}": value for name, value in self.norms.items()})
-        out.update({f"sum/{name}": value for name, value in self.sums.items()})
-        return out
+        return self.outcome.as_dict()
 
     def __repr__(self) -> str:
-        total, coef = self._host[2], self._smallest
+        outcome = self.outcome
         if self.skipped:
             what = "skipped, gradients untouched"
-        elif self.clipped:
-            what = f"clipped by {coef:.4g} to {self.clipped_norm:.4g}"
+        elif outcome.clipped:
+            what = f"clipped by {outcome.clip_coef:.4g} to {outcome.clipped_norm:.4g}"
         else:
-            what = "not clipped" if self.finite else "not finite, propagated"
+            what = "not clipped" if outcome.finite else "not finite, propagated"
         named = f"; not finite: {', '.join(self.nonfinite_parameters)}" if not self.finite else ""
-        return f"ClipResult(norm {total:.6g}, {what}{named})"
+        return f"ClipResult(norm {outcome.total_norm:.6g}, {what}{named})"

@@ -49,7 +49,7 @@ def _spelled(name: str) -> str:
 
 def _sequence_numbers() -> dict[str, int]:
     """What each group's backend itself has counted."""
-    groups = list(c10d._world.pg_map)
+    groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend != "fake"]
     return {
         group.group_name: group._get_sequence_number_for_group()
         for group in groups

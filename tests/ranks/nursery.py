@@ -4,6 +4,7 @@ It is a clean process (not pytest's), has one thread and no process group, so th
 safe, and a new pool of ranks costs a fraction of a second.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = "SHARDCLIP_RANKS_PRELOAD"  # names a module to import before any rank is forked
 COMMAND = "from tests.ranks import nursery; nursery.main"
 
 
@@ -70,6 +72,8 @@ def _environment() -> dict[str, str]:
 def main(descriptor: int) -> None:
     from . import worker  # imports torch, and with it everything the ranks need
 
+    if PRELOAD in os.environ:
+        importlib.import_module(os.environ[PRELOAD])
     control = Connection(descriptor)
     while True:
         try:

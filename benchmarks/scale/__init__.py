@@ -1,0 +1,1 @@
+"""What happens past this machine: plans of thousands of ranks, measured; latency, modelled."""

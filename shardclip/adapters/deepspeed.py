@@ -1,0 +1,203 @@
+"""DeepSpeed: the gradients that ``engine.step()`` is about to step on, and the step itself.
+
+ZeRO keeps no ``.grad``. Stages 1 and 2 flatten each param group, pad it and cut it into equal
+slices, through the middle of parameters; stage 3 pads and cuts every parameter by itself. Each rank
+steps on its own slices, so scaling those in place is what clips. Padding is never read.
+
+Written against DeepSpeed's ``deepspeed.utils.tensor_fragment`` (stages 1, 2 and the bf16 optimizer)
+and ``runtime/zero/stage3.py``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardclip import extras
+from shardclip.gradients import Source, clean
+from shardclip.ownership import Ownership
+
+Read = Callable[[Tensor], Tensor | None]
+
+_OLDEST = "0.19"
+_NAMED = {"extra": "deepspeed", "distribution": "deepspeed"}
+
+
+def check(engine: object) -> None:
+    """Refuse what is no engine, or one whose gradients this adapter does not know.
+
+    Raises:
+        TypeError: It is no ``DeepSpeedEngine``.
+        ImportError: DeepSpeed is missing or too old.
+        ValueError: Its mode is not supported.
+    """
+    deepspeed = extras.require("deepspeed", _OLDEST, **_NAMED)
+    if not isinstance(engine, deepspeed.DeepSpeedEngine):
+        raise TypeError(
+            f"engine must be what deepspeed.initialize returns, got {type(engine).__name__}"
+        )
+    known: Any = engine
+    optimizer = known.optimizer
+    scaled = (
+        known.fp16_enabled()
+        or getattr(optimizer, "torch_autocast_gradscaler", None)
+        or getattr(known, "torch_autocast_z0_gradscaler", None)
+    )
+    refused = {
+        "fp16's loss scaling": scaled,
+        "pipeline parallelism": known.pipeline_parallelism,
+        "tensor parallelism": known.mp_world_size > 1 or known.autotp_size() > 1,
+        "MiCS": type(optimizer).__name__.startswith("MiCS"),
+        "NVMe offload of the optimizer": getattr(optimizer, "swap_optimizer", False),
+        "ZenFlow": getattr(known, "zenflow", False),
+    }
+    for mode, found in refused.items():
+        if found:
+            raise ValueError(
+                f"the engine uses {mode}, whose gradients shardclip does not know; switch it off, "
+                "or leave the clipping to DeepSpeed's gradient_clipping"
+            )
+
+
+def sources(engine: Any) -> list[Source]:
+    """List an engine's trainable parameters, each with who holds its gradient.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+
+    Raises:
+        TypeError, ImportError, ValueError: As ``check``.
+    """
+    check(engine)
+    found = []
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            full = clean(name)
+            owned = _ownership(engine, parameter)
+            found.append(Source(full, parameter, ownership=owned, owner=full.rpartition(".")[0]))
+    return found
+
+
+def _ownership(engine: Any, parameter: nn.Parameter) -> Ownership | None:
+    """Return who holds a gradient; None for stage 0's dense ones, copies on all ranks."""
+    if engine.zero_optimization_stage() == 3:
+        ranks = _ranks(_ds(parameter).ds_process_group)
+    elif hasattr(parameter, "_hp_mapping"):
+        ranks = _ranks(_ds(parameter)._dp_group)
+    elif getattr(parameter, "allreduce", True):
+        return None
+    else:  # an expert of stage 0: copies over its own data-parallel group
+        groups = extras.require("deepspeed.utils.groups", _OLDEST, **_NAMED)
+        group = groups._get_expert_data_parallel_group(_ds(parameter).group_name)
+        return Ownership(_ranks(group), _ranks(group))
+    return Ownership((dist.get_rank(),), ranks)
+
+
+def _ds(parameter: nn.Parameter) -> Any:
+    """Return a parameter as it is: with what DeepSpeed has hung on it."""
+    return parameter
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def reader(engine: Any) -> Read:
+    """Return the function from a parameter to this rank's slice of its gradient, never a copy."""
+    return _Stage3(engine.optimizer) if engine.zero_optimization_stage() == 3 else _of_fragment
+
+
+def _of_fragment(parameter: Any) -> Tensor | None:
+    """Stages 1 and 2, with offload or without, and the bf16 optimizer; stage 0 has ``.grad``."""
+    if not hasattr(parameter, "_hp_mapping"):
+        return parameter.grad  # type: ignore[no-any-return]
+    held = parameter._hp_mapping
+    if held is None:  # no element of it lies in this rank's partition
+        return None
+    try:
+        fragment = held.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+    except ValueError:  # DeepSpeed's word for: no backward since the last step
+        return None
+    own = held.lp_fragment_address
+    if fragment.numel() != own.numel:  # the bf16 optimizer has it in full, and steps on its slice
+        fragment = fragment.narrow(0, own.start, own.numel)
+    return fragment  # type: ignore[no-any-return]
+
+
+class _Stage3:
+    """Finds gradients of stage 3, with offload or without."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        groups = enumerate(optimizer.fp16_groups)
+        self.places = {id(p): (g, i) for g, group in groups for i, p in enumerate(group)}
+
+    def __call__(self, parameter: Any) -> Tensor | None:
+        group, index = self.places[id(parameter)]
+        _, offset, length = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+        if self.optimizer.offload_optimizer:
+            flat = self.optimizer.fp32_partitioned_groups_flat[group].grad
+            piece = None if flat is None else flat.narrow(0, offset, length)
+        else:
+            pieces = self.optimizer.averaged_gradients.get(group)
+            piece = None if pieces is None else pieces[index].view(-1)
+        if piece is None:
+            return None
+        start = length * dist.get_rank(parameter.ds_process_group)
+        own = min(length, max(0, parameter.ds_numel - start))  # the rest is padding
+        return piece.narrow(0, 0, own)  # type: ignore[no-any-return]
+
+
+def clip_in_step(engine: Any, clipper: Any) -> None:
+    """Make ``engine.step()`` clip before it steps, at the accumulation boundary.
+
+    A ``clip_()`` by hand after the same backward is not repeated. DeepSpeed's own clipping is
+    switched off; ``engine.get_global_grad_norm()`` then gives shardclip's norm before clipping. A
+    step that ``nonfinite="skip"`` skips changes no parameter and no optimizer state, drops the
+    gradients, and counts in ``engine.skipped_steps``.
+    """
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", None)  # None: the engine steps torch's own
+    step = getattr(optimizer.step, "shardclip_replaced", optimizer.step)
+    seen = clipper.steps
+    _switch_off(engine)
+
+    def clip_and_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if clipper.steps == seen:
+            clipper.clip_()
+        seen = clipper.steps
+        _switch_off(engine)  # loading a checkpoint switches it on again
+        result = clipper.result
+        done = None
+        if not result.skipped:
+            done = step(*args, **kwargs)
+        elif inner is not None:
+            with _idle(inner):  # all of DeepSpeed's bookkeeping, but no update
+                step(*args, **kwargs)
+        optimizer.overflow = result.skipped or (inner is not None and optimizer.overflow)
+        optimizer._global_grad_norm = result.total_norm
+        return done
+
+    clip_and_step.shardclip_replaced = step  # type: ignore[attr-defined]
+    optimizer.step = clip_and_step
+
+
+def _switch_off(engine: Any) -> None:
+    """Switch DeepSpeed's own clipping off: ZeRO's, and stage 0's, which comes before the step."""
+    engine._config.gradient_clipping = engine.optimizer.clip_grad = 0.0
+
+
+@contextmanager
+def _idle(optimizer: Any) -> Iterator[None]:
+    """Make an optimizer's step do nothing."""
+    replaced = vars(optimizer).get("step")
+    optimizer.step = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if replaced is not None:
+            optimizer.step = replaced

@@ -1,0 +1,36 @@
+"""Frameworks that are optional: imported when used, with one clear error where that fails."""
+
+import importlib
+import re
+from importlib import metadata
+from types import ModuleType
+
+
+def require(module: str, oldest: str, *, extra: str, distribution: str | None = None) -> ModuleType:
+    """Import a framework, or say how to get it.
+
+    Args:
+        module: What is imported.
+        oldest: The oldest version that will do.
+        extra: The name of shardclip's extra that installs it.
+        distribution: What the package is called where it is installed from, if not like the module.
+
+    Raises:
+        ImportError: It is missing or too old; names the extra.
+    """
+    name = distribution or module
+    mend = f"install it with: pip install 'shardclip[{extra}]'"
+    try:
+        found = importlib.import_module(module)
+        version = metadata.version(name)
+    except (ImportError, metadata.PackageNotFoundError) as error:
+        raise ImportError(f"{name} is needed here and cannot be imported; {mend}") from error
+    if _numbers(version) < _numbers(oldest):
+        raise ImportError(f"{name} {version} is too old, {oldest} or newer is needed; {mend}")
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return a version's leading numbers: "2.13.0+cpu" gives (2, 13, 0)."""
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in leading.group().split(".")) if leading else ()

@@ -1,0 +1,1 @@
+"""A run, drawn: ``shardclip plot``, ``shardclip report`` and ``shardclip suggest``."""
