@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -35,7 +34,8 @@ def build(folder: Path) -> dict[str, Path]:
     """Build both from a copy of the checkout, the wheel from the sdist."""
     tree = folder / "tree"
     shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
-    (tree / "shardclip" / "_version.py").write_text(f'"""The version."""\n\n__version__ = "{VERSION}"\n')
+    version = f'"""The version."""\n\n__version__ = "{VERSION}"\n'
+    (tree / "shardclip" / "_version.py").write_text(version)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree, cwd=folder)
     return {"wheel": next(folder.glob("*.whl")), "sdist": next(folder.glob("*.tar.gz"))}
 
@@ -50,7 +50,8 @@ def environment(folder: Path, archive: Path) -> Path:
     python = folder / "bin" / "python"
     own = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
                    cwd=folder).strip())  # fmt: skip
-    (own / "running.pth").write_text(sysconfig.get_path("purelib"))
+    seen = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (own / "running.pth").write_text("\n".join(seen))
     run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps",
         "--no-build-isolation", "--ignore-installed", archive, cwd=folder)  # fmt: skip
     return python

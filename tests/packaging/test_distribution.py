@@ -95,7 +95,7 @@ def test_the_first_snippet_runs_in_an_empty_environment(kind: str, tmp_path: Pat
     assert "clipped by" in printed
 
 
-@pytest.mark.parametrize("command", ["shardclip-launch"])
+@pytest.mark.parametrize("command", ["shardclip", "shardclip-launch"])
 def test_commands_are_installed(command: str):
     python = python_with("wheel")
     said = run(python.parent / command, "--help", cwd=python.parents[1])

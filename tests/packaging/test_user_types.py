@@ -72,7 +72,9 @@ def strict(tmp_path: Path, *codes: str) -> str:
     for number, code in enumerate(codes):
         (tmp_path / f"snippet_{number}.py").write_text(code)
     python = python_with("wheel")
-    told = ["--strict", "--python-executable", str(python), "--config-file="]
+    # torch's own Tensor.backward has no annotations
+    told = ["--strict", "--untyped-calls-exclude=torch", "--config-file="]
+    told += ["--python-executable", str(python)]
     return run(sys.executable, "-m", "mypy", *told, *sorted(tmp_path.glob("*.py")), cwd=tmp_path,
                limit_s=280)  # fmt: skip
 

@@ -1,5 +1,8 @@
 """What each README snippet finds around it: a small model of its kind, on real ranks."""
 
+import os
+import tempfile
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,6 +59,36 @@ def fsdp2() -> dict:
     for block in model:
         fully_shard(block)
     return _common(fully_shard(model))
+
+
+def hsdp() -> dict:
+    return _common(_seeded(lambda: nn.Sequential(Block(), Block()))) | {
+        "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+        "fully_shard": fully_shard,
+    }
+
+
+def recorded() -> dict:
+    """A clipper in a folder of its own, and a loop that uses it."""
+    os.chdir(tempfile.mkdtemp())
+    found = fsdp2()
+
+    def train(clipper: shardclip.GradClipper) -> None:
+        for batch in found["batches"]:
+            loss_of(found["model"], batch).backward()
+            clipper.clip_()
+            found["optimizer"].zero_grad()
+
+    clipper = shardclip.GradClipper(found["model"], max_norm=1.0)
+    return found | {"clipper": clipper, "rank": dist.get_rank(), "train": train}
+
+
+def ignored() -> dict:
+    model = _seeded(lambda: nn.Sequential(Block(), Block()))
+    left_out = list(model[0].norm.parameters())
+    return _common(fully_shard(model, ignored_params=set(left_out))) | {
+        "ignored_parameters": left_out
+    }
 
 
 def fsdp1() -> dict:
