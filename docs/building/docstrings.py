@@ -12,5 +12,5 @@ class PlainText(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite one docstring."""
         if obj.docstring is not None:
-            text = re.sub(r"(?<=\S):: *$|^::$| ::$", ":", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"(?:\.? )?::$", ":", obj.docstring.value, flags=re.MULTILINE)
             obj.docstring.value = text.replace("Whatever is raised, ", "Any of them: ")

@@ -1,6 +1,7 @@
 """What each README snippet finds around it: a small model of its kind, on real ranks."""
 
-import os
+import atexit
+import shutil
 import tempfile
 
 import torch
@@ -69,8 +70,9 @@ def hsdp() -> dict:
 
 
 def recorded() -> dict:
-    """A clipper in a folder of its own, and a loop that uses it."""
-    os.chdir(tempfile.mkdtemp())
+    """A clipper, a loop that uses it, and a folder for what it records."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     found = fsdp2()
 
     def train(clipper: shardclip.GradClipper) -> None:
@@ -80,7 +82,12 @@ def recorded() -> dict:
             found["optimizer"].zero_grad()
 
     clipper = shardclip.GradClipper(found["model"], max_norm=1.0)
-    return found | {"clipper": clipper, "rank": dist.get_rank(), "train": train}
+    return found | {
+        "clipper": clipper,
+        "folder": folder,
+        "rank": dist.get_rank(),
+        "train": train,
+    }
 
 
 def ignored() -> dict:

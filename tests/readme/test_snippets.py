@@ -30,7 +30,8 @@ def run_snippet(setting: str, code: str) -> str:
     result = found.get("result")
     if result is not None:
         assert float(result.total_norm) > 1
-        assert len(set(everywhere(float(result.total_norm)))) == 1
+        if dist.is_initialized():
+            assert len(set(everywhere(float(result.total_norm)))) == 1
         assert result.clipped_norm == pytest.approx(1.0, rel=1e-5)
     return printed.getvalue()
 
