@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 LINKED = ("examples/**/*.py", "slurm/*.sbatch", "benchmarks/RESULTS.md", "benchmarks/pictures/*")
 RESULTS = "benchmarks/RESULTS.md"
 NO_RESULTS = "# Results\n\nNo records in this checkout: `make bench` makes them.\n"
+WIDE = {"systems.md", "integrations.md", "migrating.md", RESULTS}
+"""Pages with tables or code that need the room of the table of contents."""
 _UP = re.compile(r"\]\((?P<up>(?:\.\./)+)")
 
 
@@ -31,6 +33,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     """Let links that lead out of docs/ stay in the site."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     depth = len(PurePosixPath(page.file.src_uri).parents) - 1
 
     def shortened(match: re.Match[str]) -> str:

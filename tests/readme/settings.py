@@ -62,6 +62,12 @@ def fsdp2() -> dict:
     return _common(fully_shard(model))
 
 
+def after_backward() -> dict:
+    found = fsdp2()
+    found["loss_of"](found["model"], found["batches"][0]).backward()
+    return found
+
+
 def hsdp() -> dict:
     return _common(_seeded(lambda: nn.Sequential(Block(), Block()))) | {
         "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),

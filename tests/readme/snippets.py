@@ -9,12 +9,13 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(
-    r"<!-- run: (?P<setting>\w+)(?: on (?P<ranks>\d) ranks)? -->\n```python\n(?P<code>.*?)```"
+    r"<!-- run: (?P<setting>\w+)(?: on (?P<ranks>\d) ranks)? -->\n"
+    r"```python(?: [^\n]*)?\n(?P<code>.*?)```"
     r"(?:\n\n<!-- prints -->\n```text\n(?P<prints>.*?)```)?",
     re.DOTALL,
 )
 """A snippet that runs: in which setting, on how many ranks, and perhaps what it prints."""
-BLOCK = re.compile(r"```python\n(?P<code>.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```py(?:thon)?(?: [^\n]*)?\n(?P<code>.*?)```", re.DOTALL)
 ELSEWHERE = re.compile(r"<!-- of: [\w ,-]+ -->\n" + BLOCK.pattern, re.DOTALL)
 """A snippet for a framework that the checkout's own environment has not: its names are checked."""
 
