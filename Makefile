@@ -67,7 +67,7 @@ $(DOCS)/.ready: requirements/docs.txt
 	@touch $@
 
 docs: $(DOCS)/.ready  ## build the documentation, warnings as errors: build/site/index.html
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
 
 clean:  ## remove the virtual environment and everything generated
 	rm -rf $(VENV) $(SYSTEMS) $(DOCS) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,7 +7,7 @@ costs more than all the numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -202,7 +202,7 @@ class Lanes:
 
     def say(self, flags: Flags) -> list[float]:
         """Write one rank's flags as lanes."""
-        return self._digits.write([int(value) for value in astuple(flags)])
+        return self._digits.write([int(getattr(flags, name)) for name in FLAGS])
 
     def heard(self, payload: Tensor) -> Flags:
         """Read the reduced flags."""

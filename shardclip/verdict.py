@@ -124,8 +124,8 @@ def raise_drift(measured: Measured, world: World, warn: bool) -> None:
     Raises:
         ReplicaMismatchError: Names the parameters, the ranks, and how far apart they are.
     """
-    bits = measured.payload[measured.plan.lanes.bits]
-    if not drift.found(bits):
+    lanes = measured.plan.lanes
+    if not lanes.drift or not drift.found(measured.payload[lanes.bits]):
         return
     text = f"copies are not the same bit for bit: {_few(inspection.drifted(measured, world))}"
     if not warn:

@@ -4,8 +4,9 @@ ZeRO keeps no ``.grad``. Stages 1 and 2 flatten each param group, pad it and cut
 slices, through the middle of parameters; stage 3 pads and cuts every parameter by itself. Each rank
 steps on its own slices, so scaling those in place is what clips. Padding is never read.
 
-Written against DeepSpeed's ``deepspeed.utils.tensor_fragment`` (stages 1, 2 and the bf16 optimizer)
-and ``runtime/zero/stage3.py``.
+Written against DeepSpeed's ``runtime/zero/stage_1_and_2.py``, ``stage3.py`` and
+``runtime/bf16_optimizer.py``. The fragments that it hangs on parameters are of no use for stages 1
+and 2: with ``round_robin_gradients`` they name the wrong ones (0.19.8).
 """
 
 from collections.abc import Callable, Iterator
@@ -106,24 +107,52 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 def reader(engine: Any) -> Read:
     """Return the function from a parameter to this rank's slice of its gradient, never a copy."""
-    return _Stage3(engine.optimizer) if engine.zero_optimization_stage() == 3 else _of_fragment
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        return _Stage3(optimizer)
+    if hasattr(optimizer, "params_in_partition"):
+        return _Stages1And2(optimizer)
+    return _of_bf16_optimizer if hasattr(optimizer, "fp32_groups_gradients_flat") else _of_stage0
 
 
-def _of_fragment(parameter: Any) -> Tensor | None:
-    """Stages 1 and 2, with offload or without, and the bf16 optimizer; stage 0 has ``.grad``."""
-    if not hasattr(parameter, "_hp_mapping"):
-        return parameter.grad  # type: ignore[no-any-return]
+def _of_stage0(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
+
+
+def _of_bf16_optimizer(parameter: Any) -> Tensor | None:
+    """The optimizer has every gradient in full, and steps on this rank's slice."""
     held = parameter._hp_mapping
     if held is None:  # no element of it lies in this rank's partition
         return None
-    try:
-        fragment = held.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
-    except ValueError:  # DeepSpeed's word for: no backward since the last step
-        return None
+    whole = held.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
     own = held.lp_fragment_address
-    if fragment.numel() != own.numel:  # the bf16 optimizer has it in full, and steps on its slice
-        fragment = fragment.narrow(0, own.start, own.numel)
-    return fragment  # type: ignore[no-any-return]
+    return whole.narrow(0, own.start, own.numel)  # type: ignore[no-any-return]
+
+
+class _Stages1And2:
+    """Finds gradients of ZeRO's stages 1 and 2, with offload or without."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        groups = enumerate(optimizer.params_in_partition)
+        self.places = {id(p): (g, i) for g, group in groups for i, p in enumerate(group)}
+        self.filled: dict[int, list[int]] = {}  # by group, which pieces are no padding
+
+    def __call__(self, parameter: Any) -> Tensor | None:
+        if id(parameter) not in self.places:  # no element of it lies in this rank's partition
+            return None
+        group, index = self.places[id(parameter)]
+        if self.optimizer.cpu_offload:
+            flat = self.optimizer.single_partition_of_fp32_groups[group].grad
+            *_, start, length = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+            return None if flat is None else flat.view(-1).narrow(0, start, length)
+        pieces = self.optimizer.averaged_gradients.get(group)
+        if pieces is None:  # no backward since the last step
+            return None
+        if group not in self.filled:
+            marks = [getattr(piece, "_zero_padding", False) for piece in pieces]
+            self.filled[group] = [i for i, padding in enumerate(marks) if not padding]
+        return pieces[self.filled[group][index]].view(-1)  # type: ignore[no-any-return]
 
 
 class _Stage3:

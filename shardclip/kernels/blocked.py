@@ -237,12 +237,14 @@ def _packed(tensors: Sequence[Tensor], indices: Sequence[int], bucket: int) -> l
 
 def _flatten(tensor: Tensor, p: float) -> Tensor:
     """View as one dimension of real numbers, in storage order: a sum does not care."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj()) if p == 2 else tensor.abs()
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
-    return tensor.detach().reshape(-1)
+    return tensor.reshape(-1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -11,10 +11,15 @@ _on_cpu = mock.patch("torch._utils._get_available_device_type", return_value="cp
 
 with warnings.catch_warnings(), _on_cpu:
     warnings.simplefilter("ignore")
+    import accelerate
     import deepspeed
+    import lightning.fabric
+    import lightning.pytorch
     import megatron.core.distributed
     import megatron.core.optimizer
     import megatron.core.tensor_parallel
     import torchtitan.models.llama3
+    import transformers.models.llama
+    import transformers.trainer
 
-__all__ = ["deepspeed", "megatron", "torchtitan"]
+__all__ = ["accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers"]

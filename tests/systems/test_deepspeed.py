@@ -27,6 +27,8 @@ MODES = {
     "2 offload": {"offload": True},
     "2 bf16": {"bf16": True},
     "2 bf16 fp32": {"bf16": True, "accumulate": "fp32"},
+    "2 bf16 unchecked": {"bf16": True, "checks": False},
+    "2 without its norm": {"norm": False},
     "3": {},
     "3 offload": {"offload": True},
     "3 bf16": {"bf16": True},
@@ -65,7 +67,10 @@ def engine_of(mode: str, net: nn.Module, optimizer=torch.optim.SGD, split=list, 
         **config,
     }
     if told.get("bf16"):
-        settings["bf16"] = {"enabled": True}
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": told.get("checks", True)}
+    if "norm" in told:  # then DeepSpeed sums no norm of its own, nor looks at one
+        settings["zero_optimization"]["compute_grad_norm"] = told["norm"]
+        settings["gradient_clipping"] = 0.0
     if "accumulate" in told:
         settings["data_types"] = {"grad_accum_dtype": told["accumulate"]}
     if told.get("offload"):
@@ -101,12 +106,13 @@ def weights(engine) -> dict[str, torch.Tensor]:
     """The full weights, at the precision that the optimizer steps in."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
-    for name, p in engine.module.named_parameters():
-        if p.requires_grad:
-            full = safe_get_full_fp32_param(p)
-            found[name] = (p.detach() if full is None else full).double().clone()
-    return found
+    def full(p):
+        plain = engine.zero_optimization_stage() < 3 and p.dtype == torch.float32
+        found = None if plain else safe_get_full_fp32_param(p)
+        return p.detach() if found is None else found
+
+    named = engine.module.named_parameters()
+    return {name: full(p).double().clone() for name, p in named if p.requires_grad}
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
@@ -225,7 +231,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_one_is_right(mode):
 
 
 @pytest.mark.parametrize("policy", ["raise", "propagate"])
-@pytest.mark.parametrize("mode", ["2 bf16", "3"])
+@pytest.mark.parametrize("mode", ["2 bf16 unchecked", "3"])
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_is_never_minus_one(mode, policy):
     """DeepSpeed reports -1 or inf, and in bf16 takes the step unclipped."""
@@ -284,21 +290,41 @@ def test_other_norms(mode, norm_type):
     assert_norm(clipper.clip_().total_norm, expected)
 
 
+LAYOUTS = {
+    "sub-groups": {"stage": 3, "sub_group_size": 100},
+    "sub-groups offload": {
+        "stage": 3,
+        "sub_group_size": 100,
+        "offload_optimizer": {"device": "cpu"},
+    },
+    "round robin": {"stage": 2, "round_robin_gradients": True},
+    "aligned": {"stage": 2, "parameter_alignment": True},
+    "parameters offload": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
-def test_deepspeeds_own_norm_may_be_switched_off():
-    """Then one all-reduce is all that the norm costs."""
+def test_other_layouts_of_the_partitions(layout):
     net = model()
     expected = truth(net)
     total = exact_norm(expected.values())
-    zero = {"stage": 2, "compute_grad_norm": False}
-    engine = engine_of("2", net, zero_optimization=zero, gradient_clipping=0.0)
-    GradClipper.from_deepspeed(engine, max_norm=total / 4)
+    zero = LAYOUTS[layout]
+    engine = engine_of(str(zero["stage"]), net, zero_optimization=zero)
+    clipper = GradClipper.from_deepspeed(engine, max_norm=total / 4, norms="parameter")
     backward(engine)
     before = weights(engine)
     engine.step()
-    assert float(engine.get_global_grad_norm()) == pytest.approx(total, rel=1e-5)
-    moved = [before[name] - now for name, now in weights(engine).items()]
-    assert exact_norm(moved) == pytest.approx(total / 4, rel=1e-4)
+    assert_norm(clipper.result.total_norm, total, rtol=1e-5)
+    for name, norm in clipper.result.norms.items():
+        assert norm == pytest.approx(exact_norm([expected[name]]), rel=1e-4)
+    for name, now in weights(engine).items():
+        moved = expected[name] * coefficient(total, total / 4)
+        torch.testing.assert_close(before[name] - now, moved, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
