@@ -2,11 +2,13 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from . import (
@@ -80,8 +82,8 @@ class GradClipper(FromFrameworks):
         overlap: Sum gradients in hooks during the backward pass, as they become ready; then
             ``clip_()`` has little left but the all-reduce. For DTensor parameters (FSDP2's); plain
             ones where one process is alone. What is changed in place afterwards, or replaced, is
-            summed again, but a collective from ``torch.distributed`` on ``.grad`` leaves no trace
-            and must not be called in between.
+            summed again, but what leaves no trace in a tensor's version must not be done between:
+            a collective from ``torch.distributed`` on ``.grad``, or writing through ``.grad.data``.
         check_replicas: Compare copies bit for bit, in every step or every so many: a flipped bit or
             a swapped pair is found. Each holder then reads its copy in full once more, and on CUDA
             such a step has one host sync. Not with p = inf.
@@ -101,7 +103,7 @@ class GradClipper(FromFrameworks):
         TypeError: An argument has the wrong type.
 
     Communication:
-        Building it communicates once, a few all-gathers of names and lanes, so every rank of the
+        Building it communicates once, eight all-gathers of names and lanes, so every rank of the
         group must build it. Each ``clip_()`` makes one all-reduce and nothing else.
     """
 
@@ -147,7 +149,7 @@ class GradClipper(FromFrameworks):
         self.record = Record()
         self.result: ClipResult | None = None
         self._skips = Skips()
-        self._under_way = False
+        self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
         if exact:
             exactness.check(self.norm_type, self._world)
@@ -220,12 +222,16 @@ class GradClipper(FromFrameworks):
             NonFiniteGradientError: On every rank alike, with ``nonfinite="raise"``.
             ReplicaMismatchError: On every rank alike: gradients that should be copies are none; on
                 CUDA, after the first step, in the call after the one that found it.
-            Whatever is raised, no gradient was touched.
+            Whatever is raised, no gradient was touched (but where warnings are errors: they come
+            when the step is through).
 
         Communication:
-            One all-reduce of float64 numbers: 2 (3 beyond 9741 ranks), more for groups, norms and
-            ``also``, and 10 for each tensor that has copies (at most 10,240). Host syncs on CUDA:
-            one on the first step after the set of gradients changes, else none with "propagate".
+            One all-reduce of float64 numbers: 2 (3 beyond 96 ranks; 8 for p = inf), more for
+            groups, norms and ``also``, 10 for each tensor that has copies (at most 10,240), and 2
+            with ``check_replicas``. With ``exact`` they are int64: 22 for each sum (136 where
+            parameters are float64), 69 for each of ``also``, 220 (690) for each tensor that has
+            copies. Host syncs on CUDA: one on the first step after the set of gradients changes,
+            else none with "propagate".
         """
         return self.start(also, grad_scaler=grad_scaler, optimizers=optimizers).finish()
 
@@ -256,7 +262,10 @@ class GradClipper(FromFrameworks):
         Communication:
             As ``clip_``; the all-reduce is waited for in ``finish()``.
         """
-        return Pending(self._begin(also, grad_scaler, optimizers), self._finish)
+        begun = self._begin(also, grad_scaler, optimizers)
+        pending = Pending(begun, self._finish)
+        self._under_way = weakref.ref(pending), begun
+        return pending
 
     def step(
         self,
@@ -272,7 +281,9 @@ class GradClipper(FromFrameworks):
         are those of clipping first, up to rounding: the gradient that the kernel works with is
         within 2**-22 of the one that ``clip_`` leaves in float32. Afterwards ``.grad`` holds the
         clipped gradients either way. With ``nonfinite="skip"`` such a step is skipped on the
-        device, with no host sync.
+        device, with no host sync. Where the ranks do not read the lanes in the same step (CUDA,
+        after the first) and copies differ, a fused optimizer does not step, another one steps on
+        the gradients as they are; the next call raises.
 
         Args:
             optimizer: Steps on the clipped gradients; several are stepped one after the other, by
@@ -291,8 +302,12 @@ class GradClipper(FromFrameworks):
             As ``clip_``.
         """
         stepped = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        groups = self._collector.group_of()
-        into = optimizers.factor_groups(stepped, groups)
+        for one in stepped:
+            if not isinstance(one, Optimizer):
+                raise TypeError(f"optimizer must be a torch optimizer, got {type(one).__name__}")
+        into = optimizers.factor_groups(stepped, self._collector.group_of())
+        if isinstance(grad_scaler, GradScaler) and not loss_scaling.is_torchs(grad_scaler):
+            into = dict.fromkeys(into)  # a scaler's own step() is to be called
         begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
         judged = self._judge(begun)
         folded = [one for one in stepped if into[id(one)] is not None]
@@ -324,8 +339,12 @@ class GradClipper(FromFrameworks):
             stepped: Those optimizers.
             reads: Whether ``nonfinite="skip"`` must be decided on the host.
         """
-        if self._under_way:
-            raise RuntimeError("a step is under way: call finish() of what start() returned")
+        if self._under_way is not None:
+            pending, lost = self._under_way
+            if pending() is not None:
+                raise RuntimeError("a step is under way: call finish() of what start() returned")
+            self._under_way = None  # nobody can finish it any more
+            lost.started.work.wait()
         limits = self._limits()
         scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
         if self._deferred is not None:
@@ -351,10 +370,9 @@ class GradClipper(FromFrameworks):
                 "nonfinite": self.nonfinite,
                 "grad_scaler": scaler is not None,
                 "on_drift": self.on_drift,
-                "steps": self.steps if self.check_replicas > 1 else 0,
+                "check_replicas, steps since": self.steps % max(1, self.check_replicas),
             },
         )
-        self._under_way = True
         return Begun(started, found, limits, scaler, stepped)
 
     def _finish(self, begun: Begun) -> ClipResult:
@@ -367,12 +385,12 @@ class GradClipper(FromFrameworks):
 
     def _judge(self, begun: Begun) -> Judged:
         """Conclude on all ranks alike; raise what is wrong before anything is touched."""
-        self._under_way = False
+        self._under_way = None
+        self.steps += 1
         measured = begun.started.finish(begun.found.unit)
         warns = self.on_drift == "warn"
         self._deferred = verdict.pass_verdict(measured, self._world, warns)
-        for about, message in begun.found.plan.notices if begun.found.fresh else ():
-            warn_once(about, message)
+        measured.notices = list(begun.found.plan.notices) if begun.found.fresh else []
         failed = None
         if self._deferred is not None:
             failed = self._deferred.failed.to(measured.total_norm.device)
@@ -380,7 +398,7 @@ class GradClipper(FromFrameworks):
             if compat.is_capturing():  # a replay of the graph returns to nobody who could raise
                 self._deferred = None
         elif measured.flags.present == 0:
-            warn_once(self, NO_GRADIENTS)
+            measured.notices.append((self, NO_GRADIENTS))
         coefs = self._coefs(measured, begun.limits)
         if failed is not None:
             coefs = torch.where(failed, 1.0, coefs)
@@ -412,7 +430,6 @@ class GradClipper(FromFrameworks):
             scale_(judged.measured.targets(group, apart), factor)
 
     def _result(self, judged: Judged, limits: Sequence[float | None]) -> ClipResult:
-        self.steps += 1
         self._skips.count(judged.skipped)
         self.result = result = ClipResult(
             judged.measured,
@@ -425,8 +442,11 @@ class GradClipper(FromFrameworks):
             step=self.steps,
         )
         self.record.add(result)
-        if not isinstance(judged.skipped, Tensor):
+        if self._deferred is None and not isinstance(judged.skipped, Tensor):  # all ranks know
             self._skips.raise_beyond(self.max_consecutive_skips)
+        # Last: where a warning is an error, the step is through on this rank, too.
+        for about, message in judged.measured.notices:
+            warn_once(about, message)
         for note in judged.measured.notes:
             warnings.warn(note, stacklevel=3)
         return result

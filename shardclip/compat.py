@@ -77,7 +77,11 @@ def local_tensors(tensors: Sequence[Any]) -> list[Tensor]:
     found = []
     for tensor in tensors:
         local = tensor._local_tensor if type(tensor) is dtensor else tensor
-        found.append(local if type(local) in _PLAIN else local_tensor(local))
+        if type(local) not in _PLAIN:
+            local = local_tensor(local)
+            if not is_plain(local):
+                raise TypeError(f"gradients of type {type(local).__name__} are not understood")
+        found.append(local)
     return found
 
 
@@ -149,7 +153,7 @@ def signature(tensor: Any) -> object:
         return tensor
     if tensor.layout != torch.strided:
         return object()  # how many values a sparse gradient has changes from step to step
-    return tensor.shape, tensor.dtype, tensor.device
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, 0 in tensor.stride()
 
 
 def signatures(tensors: Sequence[Any]) -> list[object]:
@@ -193,6 +197,14 @@ def default_store() -> Any:
         return distributed_c10d._get_default_store()
     except (AttributeError, ValueError):
         return None
+
+
+def sequence_number(process_group: Any) -> int:
+    """Count a group's collectives, alike on all ranks that have made the same calls."""
+    try:
+        return int(process_group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def root_mesh(mesh: Any) -> Any:

@@ -30,8 +30,17 @@ def hash_of(tensor: Tensor) -> Tensor:
     chance of 2**-32 at most.
     """
     rows = row_hashes(tensor)
-    index = torch.arange(rows.numel(), dtype=torch.int64, device=rows.device)
+    index = torch.arange(rows.numel() + 1, dtype=torch.int64, device=rows.device)
+    rows = torch.cat([rows, torch.full_like(index[:1], tensor.numel())])  # zeros have no bits
     return (rows * _mixed(index + (1 << 40))).sum()
+
+
+def hash_of_local(local: Tensor, values: Tensor) -> Tensor:
+    """Hash a local gradient: of a sparse one its values and where they are."""
+    if local.layout == torch.strided:
+        return hash_of(values)
+    places = torch.Tensor.to_sparse(local).coalesce().indices()
+    return hash_of(values) + 3 * hash_of(places)
 
 
 def row_hashes(tensor: Tensor) -> Tensor:
@@ -54,7 +63,7 @@ def _bits(tensor: Tensor) -> Tensor:
     """View numbers as integers of at most 32 bits, which leaves room for the weights."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.detach().resolve_neg().reshape(-1)
+    flat = tensor.detach().resolve_neg().reshape(-1).contiguous()
     return flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
 
 
@@ -87,10 +96,11 @@ class Drift:
             shares.append([own * factor % prime for factor in factors])
         self._shares = to_device(on_host(shares, torch.int64), device)
 
-    def hashes(self, tensors: Sequence[Tensor]) -> Tensor:
+    def hashes(self, values: Sequence[Tensor], local: Sequence[Tensor]) -> Tensor:
         """Hash the copies, in the order that this was built for: int64."""
         device = self._shares.device
-        return torch.stack([to_device(hash_of(tensor), device) for tensor in tensors])
+        pairs = zip(local, values, strict=True)
+        return torch.stack([to_device(hash_of_local(*pair), device) for pair in pairs])
 
     def lanes(self, hashes: Tensor) -> Tensor:
         """Return this rank's part of the two lanes: float64, whole numbers below 2**31."""

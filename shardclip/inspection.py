@@ -3,10 +3,13 @@
 What is not finite, and where; which copies differ, and by how much. Every rank calls alike.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,9 +119,10 @@ def drifted(measured: Measured, world: World) -> list[str]:
 def _hashed(measured: Measured) -> list[_Hashed]:
     """Hash this rank's copies."""
     out = []
-    for index, (seat, whole) in enumerate(zip(measured.plan.seats, measured.wholes, strict=True)):
+    held = zip(measured.plan.seats, measured.wholes, measured.local, strict=True)
+    for index, (seat, whole, local) in enumerate(held):
         if seat.copy is not None:
-            found = int(drift.hash_of(whole))
+            found = int(drift.hash_of_local(local, whole))
             out.append(
                 _Hashed(seat.source.name, seat.copy.ordinal, seat.copy.holders, found, index)
             )
@@ -149,35 +153,74 @@ def _compared(held: dict[int, _Hashed], measured: Measured, world: World) -> str
 
 
 def _distance(here: Tensor | None, odd: int, like: int, world: World) -> str:
-    """Compare one odd copy with a usual one, block by block."""
-    speaks = here is not None and world.rank in (odd, like)
-    rows = drift.row_hashes(here).tolist() if speaks and here is not None else None
-    by_rank = dict(zip(world.ranks, reduce.gather(rows, world), strict=True))
-    pairs = zip(by_rank[odd], by_rank[like], strict=False)
-    blocks = [index for index, (a, b) in enumerate(pairs) if a != b]
-    values, row = (None, 0)
-    if speaks and here is not None:
-        values, row = _values(here, blocks[:_BLOCKS])
-    told = dict(zip(world.ranks, reduce.gather((values, row), world), strict=True))
-    (one, row), (other, _) = told[odd], told[like]
-    if one.shape != other.shape:
-        return "of other shapes"
-    apart = (one.view(torch.int64) != other.view(torch.int64)).nonzero().flatten()
+    """Compare one odd copy with a usual one, block by block.
+
+    A rank on which that fails still joins both gathers.
+    """
+    mine = here if world.rank in (odd, like) else None
+    told = _by_rank(lambda: None if mine is None else _Rows.of(mine), world)
+    one, other = told[odd], told[like]
+    if not (isinstance(one, _Rows) and isinstance(other, _Rows) and one.shape == other.shape):
+        one, other, blocks = None, None, []
+    else:
+        pairs = zip(one.hashes, other.hashes, strict=True)
+        blocks = [index for index, (a, b) in enumerate(pairs) if a != b]
+    told = _by_rank(lambda: None if mine is None else _values(mine, blocks[:_BLOCKS]), world)
+    if not blocks:
+        return "of other sizes, or in other places"
+    ours, theirs = told[odd], told[like]
+    if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor)):
+        return "how far could not be told"
+    apart = (ours.view(torch.int64) != theirs.view(torch.int64)).nonzero().flatten()
     at_least = "at least " if len(blocks) > _BLOCKS else ""
-    first, far = int(apart[0]), float((one - other).abs().nan_to_num(math.inf).max())
+    first, far = int(apart[0]), float((ours - theirs).abs().nan_to_num(math.inf).max())
+    row = _row_length(one.words) if one is not None else drift.ROW
     place = blocks[first // row] * row + first % row
+    count = "1 element differs" if len(apart) == 1 else f"{at_least}{len(apart)} elements differ"
     return (
-        f"{at_least}{len(apart)} elements differ, by up to {far:.3g}; the first is number {place}, "
-        f"{float(one[first]):.9g} on rank {odd} and {float(other[first]):.9g} on rank {like}"
+        f"{count}, by up to {far:.3g}; the first is number {place}, "
+        f"{float(ours[first]):.9g} on rank {odd} and {float(theirs[first]):.9g} on rank {like}"
     )
 
 
-def _values(tensor: Tensor, blocks: Sequence[int]) -> tuple[Tensor, int]:
-    """Return the numbers of some of a tensor's rows as float64, and how many a row has."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
-    per = max(1, flat.element_size() // 4)  # 32-bit words of one number
-    row = drift.ROW // per
-    return torch.cat([flat[b * row : (b + 1) * row].double().cpu() for b in blocks]), row
+@dataclass(frozen=True)
+class _Rows:
+    """A copy's shape, the 32-bit words of one of its numbers, and its rows' hashes."""
+
+    shape: tuple[int, ...]
+    words: int
+    hashes: list[int]
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Rows:
+        size = _real(tensor).element_size()
+        return _Rows(tuple(tensor.shape), max(1, size // 4), drift.row_hashes(tensor).tolist())
+
+
+def _by_rank(make: Callable[[], object], world: World) -> dict[int, Any]:
+    """Gather what each rank makes; an error's text where it cannot."""
+    try:
+        mine = make()
+    except Exception as error:  # the other ranks wait in the gather
+        mine = f"{type(error).__name__}: {error}"
+    return dict(zip(world.ranks, reduce.gather(mine, world), strict=True))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _row_length(words: int) -> int:
+    """Return how many numbers a row of hashes has."""
+    return drift.ROW // words
+
+
+def _values(tensor: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Return the numbers of some of a tensor's rows as float64, which holds all their bits."""
+    flat = _real(tensor).detach().resolve_neg().reshape(-1)
+    row = _row_length(max(1, flat.element_size() // 4))
+    held = [flat[b * row : (b + 1) * row].double().cpu() for b in blocks]
+    return torch.cat(held) if held else flat[:0].double().cpu()
 
 
 def listed(ranks: Iterable[int]) -> str:

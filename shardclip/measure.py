@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import adapters, compat, exact, fingerprints, norm, reduce, replicas
 from .payload import Flags
-from .plan import Plan, locals_of, readings
+from .plan import Plan, locals_of, problem, readings
 from .world import World
 
 
@@ -38,6 +38,7 @@ class Measured:
         grads: The gradients that the plan's positions count.
         notes: What to warn of when the step is through.
         nonfinite: What is not finite on any rank, where that was gathered.
+        notices: What to warn of once, and about what, when the step is through.
     """
 
     payload: Tensor
@@ -57,6 +58,7 @@ class Measured:
     grads: Sequence[Tensor | None] = ()
     notes: list[str] = field(default_factory=list)
     nonfinite: tuple[Any, ...] = ()
+    notices: list[tuple[object, str]] = field(default_factory=list)
 
     def targets(self, group: int, apart: frozenset[int] = frozenset()) -> list[Tensor]:
         """List what is scaled in place for a param group, but for parameters set apart by `id`."""
@@ -172,15 +174,24 @@ def start(
         settings: What all ranks should have alike, by name; compared where the lanes do so.
         compare: Compare copies bit for bit, where the lanes have room for it.
     """
-    local = locals_of(plan, grads)
-    parts, wholes = readings(plan, local)
-    device = world.device or (parts[0].device if parts else torch.device("cpu"))
-    reads = reads or reads_are_free(device)
     settings = settings or {}
     number = fingerprints.of(*settings.items())
     checked = plan.lanes.settings(number, world) if plan.lanes.checks else {}
+    here = next((compat.local_tensor(g).device for g in grads if g is not None), None)
+    device = world.device or here or torch.device("cpu")
+    reads = reads or reads_are_free(device)
+    local: list[Tensor] = []
+    wholes: list[Tensor] = []
+    sketches = None
     flags = Flags(bool(plan.seats), strict, not reads, bool(plan.problems), **checked)
-    payload, sketches = fill(plan, parts, wholes, p, device, flags, added, compare)
+    try:
+        local = locals_of(plan, grads)
+        parts, wholes = readings(plan, local)
+        payload, sketches = fill(plan, parts, wholes, local, p, device, flags, added, compare)
+    except Exception as error:  # out of memory, say: this rank must still join the all-reduce
+        plan = replace(plan, problems=[*plan.problems, problem("this rank's gradients", error)])
+        flags, local, wholes = replace(flags, errors=1), [], []
+        payload, _ = fill(plan, [], [], [], p, device, flags)
     work = reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))
     return Started(plan, payload, work, p, local, wholes, sketches, reads, settings, grads)
 
@@ -194,6 +205,7 @@ def fill(
     plan: Plan,
     parts: list[Tensor],
     wholes: list[Tensor],
+    local: list[Tensor],
     p: float,
     device: torch.device,
     flags: Flags,
@@ -214,7 +226,8 @@ def fill(
             sketches = tables.proof.sketches(held)
             proof = tables.proof.lanes(sketches, lanes.slots, device)
             if compare and tables.drift is not None:
-                bits = compat.to_device(tables.drift.lanes(tables.drift.hashes(held)), device)
+                hashes = tables.drift.hashes(held, plan.copied(local))
+                bits = compat.to_device(tables.drift.lanes(hashes), device)
     packed = lanes.pack(device, powers, flags, added, proof, bits)
     return lanes.send(packed, exact_sums), sketches
 

@@ -70,6 +70,7 @@ class Overlap:
         self._p = p
         self._seats: dict[int, tuple[int, Seat]] = {}
         self._positions: list[int] = []
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._build: Build = kernels.build
         self._kernels: dict[int, kernels.Kernel] = {}
         trained = [s for s in sources if getattr(s.parameter, "requires_grad", False)]
@@ -86,6 +87,7 @@ class Overlap:
 
     def drop_outdated(self, grads: Sequence[Tensor | None]) -> None:
         """Forget the sums of gradients that were changed or replaced after their hook."""
+        self._seen.clear()
         for index in list(self.early):
             if not self.early[index].is_of(grads[self._positions[index]]):
                 del self.early[index]
@@ -108,7 +110,10 @@ class Overlap:
     def observe(self, parameter: Tensor) -> None:
         """Sum a gradient that has just been accumulated."""
         index, seat = self._seats.get(id(parameter), (-1, None))
-        if seat is None or parameter.grad is None:
+        if parameter.grad is None:
+            return
+        self._accept_accumulation(parameter, parameter.grad)
+        if seat is None:
             return
         local = compat.local_tensor(parameter.grad)
         if not compat.is_plain(local) or not compat.is_strided(local):
@@ -118,17 +123,17 @@ class Overlap:
             self._kernels[index] = self._build([part], [0], 1)
         with self._aside(part):
             power_sum = self._kernels[index]([part], self._p)
-        self._accept_accumulation(index, parameter.grad)
         self.early[index] = _Early(weakref.ref(parameter.grad), _version(parameter.grad), power_sum)
 
-    def _accept_accumulation(self, index: int, grad: Tensor) -> None:
+    def _accept_accumulation(self, parameter: Tensor, grad: Tensor) -> None:
         """Keep the sums of gradients whose version has moved by this one's accumulation alone.
 
         FSDP2's gradients of one unit are views of one tensor and so share a version. Accumulating
         into one of them, in place, counts it up by exactly one.
         """
-        before = self.early.get(index)
-        if before is None or before.grad() is not grad:
+        before = self._seen.get(id(parameter))
+        self._seen[id(parameter)] = weakref.ref(grad)
+        if before is None or before() is not grad:
             return  # this gradient is new: nothing was accumulated
         storage = compat.local_tensor(grad).untyped_storage()._cdata
         count = _version(grad)[1]

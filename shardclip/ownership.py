@@ -95,6 +95,10 @@ class Shares:
         self._rank = rank
         self._queues: dict[int, tuple[tuple[int, ...], list[tuple[int, int]], int]] = {}
 
+    def even(self, holders: tuple[int, ...], numel: int) -> tuple[int, int]:
+        """Return which part this rank reads where all holders read one, whatever else they hold."""
+        return (holders.index(self._rank) + numel) % len(holders), len(holders)
+
     def part(self, holders: tuple[int, ...], numel: int) -> tuple[int, int] | None:
         """Return which part of the next piece this rank reads, of how many; None: nothing.
 

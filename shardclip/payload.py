@@ -18,9 +18,6 @@ from .compat import constant, on_host, to_device
 from .digits import ALONE, Digits
 from .world import World
 
-_PROOF = exact.SINGLE
-"""The window of the proof's lanes where they are integers: what is below 1e-96 counts as 0."""
-
 
 @dataclass(frozen=True)
 class Flags:
@@ -113,6 +110,11 @@ class Lanes:
         return int(self.bits.stop) + self.slots * replicas.LANES
 
     @cached_property
+    def _proofs(self) -> exact.Window:
+        """The window of the proof's lanes where they are integers."""
+        return exact.SINGLE if self.window is exact.SINGLE else exact.NUMBER
+
+    @cached_property
     def _digits(self) -> Digits:
         """How the flags share lanes; a maximum would mix them up."""
         if not self.ranks:
@@ -140,14 +142,15 @@ class Lanes:
             proof: ``(slots, replicas.LANES)``, on that device; None: zeros.
             bits: ``(drift.LANES,)``, on that device; None: zeros.
         """
-        numbers = [0.0 if isinstance(value, Tensor) else value for value in added]
+        on_device = [isinstance(v, Tensor) and v.device.type != "cpu" for v in added]
+        numbers = [0.0 if d else float(v) for v, d in zip(added, on_device, strict=True)]
         numbers += [0.0] * (self.sums - len(numbers))
         lanes = [self._zeros(self.nans.stop, device) if powers is None else powers]
         lanes.append(constant(tuple(self.say(flags)), torch.float64, device))
         if self.sums:
             told = to_device(on_host(numbers), device)
             for index, value in enumerate(added):
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and value.device.type != "cpu":
                     told[index] = value
             lanes.append(told)
         if self.drift:
@@ -169,7 +172,7 @@ class Lanes:
         if sums is None:
             sums = payload.new_zeros(self.powers.stop, self.window.lanes, dtype=torch.int64)
         added = exact.encode(payload[self.added])
-        proof = exact.encode(payload[self.copies], _PROOF)
+        proof = exact.encode(payload[self.copies], self._proofs)
         whole = (payload[self.flags].long(), payload[self.bits].long())
         return torch.cat([sums.view(-1), whole[0], added.view(-1), whole[1], proof.view(-1)])
 
@@ -182,12 +185,12 @@ class Lanes:
             self.flags.stop - self.flags.start,
             self.sums * exact.NUMBER.lanes,
             self.bits.stop - self.bits.start,
-            self.slots * replicas.LANES * _PROOF.lanes,
+            self.slots * replicas.LANES * self._proofs.lanes,
         ]
         sums, flags, added, bits, proof = torch.split(sent, widths)
         sums = sums.view(-1, self.window.lanes)
         numbers = exact.decode(added.view(-1, exact.NUMBER.lanes))
-        samples = exact.decode(proof.view(-1, _PROOF.lanes), _PROOF)
+        samples = exact.decode(proof.view(-1, self._proofs.lanes), self._proofs)
         powers = exact.decode(sums, self.window)
         powers = torch.nn.functional.pad(powers, (0, self.nans.stop - self.nans.start))
         return torch.cat([powers, flags.double(), numbers, bits.double(), samples]), sums

@@ -276,7 +276,7 @@ def make(
     plan = Plan(lanes)
     settled = _settle(plan, planner, pairs, accept)
     numbered = _number(settled, numbers)
-    parts = {} if maximum else _share(settled, numbered, pairs, planner.world.rank)
+    parts = {} if maximum else _share(settled, numbered, pairs, planner.world.rank, spread)
     buckets: dict[Bucket, int] = {}
     for index, found in settled.items():
         source, grad = pairs[index]
@@ -338,11 +338,13 @@ def _share(
     numbered: dict[int, int],
     pairs: Sequence[tuple[Source, Tensor | None]],
     rank: int,
+    loosely: bool,
 ) -> dict[int, tuple[int, int] | None]:
     """Split the reading of what several ranks hold.
 
     Sources without a gradient take part: a gradient that one rank alone lacks must not change
-    what the others read. Sizes are the parameters', which all holders know.
+    what the others read. Sizes are the parameters', which all holders know. Where the ranks have
+    not agreed on a list (``loosely``), each tensor is split by its size alone.
     """
     shares = Shares(rank)
     parts = {}
@@ -352,7 +354,8 @@ def _share(
             source = pairs[index][0]
             span = source.span
             numel = compat.local_numel(source.parameter) if span is None else span[1] - span[0]
-            parts[index] = shares.part(owned.holders, numel)
+            cut = shares.even if loosely else shares.part
+            parts[index] = cut(owned.holders, numel)
     return parts
 
 

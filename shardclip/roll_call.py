@@ -16,8 +16,6 @@ PATIENCE = 5.0
 
 _PAUSE = 0.1
 
-_calls: dict[tuple[int, ...], int] = {}
-
 
 def explain(error: BaseException, world: World) -> str:
     """Describe a failed collective: which ranks did not take part, as far as can be told.
@@ -47,7 +45,7 @@ def _missing(world: World) -> list[int] | None:
     store = compat.default_store()
     if store is None:
         return None
-    number = _calls[world.ranks] = _calls.get(world.ranks, 0) + 1
+    number = compat.sequence_number(world.process_group)
     prefix = f"shardclip/failed/{fingerprints.of(world.ranks)}/{number}"
     try:
         store.set(f"{prefix}/{world.rank}", "here")

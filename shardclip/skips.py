@@ -32,10 +32,11 @@ class Skips:
         """
         if most is None:
             return
-        streak = self.streak if self._told is None else self._told.read()
-        if int(streak) >= most:
+        streak = int(self.streak if self._told is None else self._told.read())
+        if streak >= most:
+            self.streak, self._told = 0, None  # whoever goes on has mended something
             raise NonFiniteGradientError(
-                f"{int(streak)} steps in a row were skipped, as gradients were not finite; "
+                f"{streak} steps in a row were skipped, as gradients were not finite; "
                 f"max_consecutive_skips={most}. The parameters have not changed since: look at the "
                 "data, the learning rate and the loss scale (ClipResult.nonfinite names the "
                 "gradients), or load an earlier checkpoint"

@@ -8,6 +8,7 @@ float64: rare, and seen from the result alone.
 """
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ _SMALL = 1 << 15  # tensors below this are packed together
 _PATIENCE = 3  # times that tensors side by side may move apart before nobody looks any more
 # float32 squares lose at most 2^-126 an element: below this sum that could be seen.
 _FAINT = 1e-20
+
+
+_scratch = threading.local()
 
 
 @dataclass
@@ -64,6 +68,7 @@ class PowerSums:
         self._moved = 0
         self._arrange(tensors)
 
+    @torch.inference_mode(False)  # what is kept is written in later steps, in whatever mode
     def _arrange(self, tensors: Sequence[Tensor]) -> None:
         """Work out what is summed in one go, and where the rows' norms go."""
         self._runs: list[_Run] = []
@@ -74,9 +79,6 @@ class PowerSums:
                 self._runs += runs
             self._runs += _packed(tensors, alone, bucket)
         self._norms = self._lay_out_rows()
-        most = max((norms.numel() for held in self._norms for norms in held), default=0)
-        self._scratch = torch.empty(most, dtype=torch.float64, device="cpu")
-        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def _lay_out_rows(self) -> list[list[Tensor]]:
         """Put the rows' norms of each bucket side by side, one tensor for each precision."""
@@ -107,7 +109,7 @@ class PowerSums:
             self._row_norms(self._flat(run, tensors, 2), run.norms)
         totals = []
         for held in self._norms:
-            wide = (self._scratch[: norms.numel()].copy_(norms) for norms in held)
+            wide = (room(torch.float64, norms.numel()).copy_(norms) for norms in held)
             totals.append(math.fsum(float(norms.dot(norms)) for norms in wide))
         return totals
 
@@ -121,20 +123,14 @@ class PowerSums:
         held = [tensors[index] for index in run.indices]
         if first.is_complex() or not first.dim():
             return _flatten(torch.cat([tensor.reshape(-1) for tensor in held]), p)
-        room = self._buffer(first.dtype, run.numel)  # kept: fresh memory costs more than the copy
-        joined = room.view(-1, *first.shape[1:])
+        joined = room(first.dtype, run.numel).view(-1, *first.shape[1:])
         return torch.cat(held, out=joined).view(-1)
-
-    def _buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
-        if dtype not in self._buffers or self._buffers[dtype].numel() < numel:
-            self._buffers[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
-        return self._buffers[dtype][:numel]
 
     def _row_norms(self, flat: Tensor, out: Tensor) -> None:
         """Write the norm of each row into ``out``; the last row may be shorter."""
         if flat.dtype not in (torch.float32, torch.float64):
             rows = _BUFFER // _ROW
-            buffer = self._buffer(torch.float32, min(_BUFFER, flat.numel()))
+            buffer = room(torch.float32, min(_BUFFER, flat.numel()))
             for index, block in enumerate(torch.split(flat, _BUFFER)):
                 wide = buffer[: block.numel()].copy_(block)
                 self._row_norms(wide, out[index * rows : (index + 1) * rows])
@@ -208,12 +204,14 @@ def _adjacent(tensors: Sequence[Tensor], stretch: list[int], bucket: int) -> _Ru
 
 def _have_moved(run: _Run, tensors: Sequence[Tensor]) -> bool:
     """Whether tensors that lay side by side no longer do: gradients are new in every step."""
-    first = tensors[run.indices[0]]
-    base = first.data_ptr()
-    if [tensors[index].data_ptr() - base for index in run.indices] != run.offsets:
+    held = [tensors[index] for index in run.indices]
+    base = held[0].data_ptr()
+    if [tensor.data_ptr() - base for tensor in held] != run.offsets:
         return True
-    room = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
-    return room < run.numel * first.itemsize or not first.is_contiguous()
+    if not all(tensor.is_contiguous() for tensor in held):
+        return True
+    room = held[0].untyped_storage().nbytes() - held[0].storage_offset() * held[0].itemsize
+    return room < run.numel * held[0].itemsize
 
 
 def _packed(tensors: Sequence[Tensor], indices: Sequence[int], bucket: int) -> list[_Run]:
@@ -235,12 +233,25 @@ def _packed(tensors: Sequence[Tensor], indices: Sequence[int], bucket: int) -> l
     return runs
 
 
+def room(dtype: torch.dtype, numel: int) -> Tensor:
+    """Return scratch memory, kept between steps: fresh memory costs more than what it is for.
+
+    All kernels of a thread share it, one at a time.
+    """
+    held = vars(_scratch).setdefault("held", {})
+    if dtype not in held or held[dtype].numel() < numel:
+        with torch.inference_mode(False):
+            held[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
+    found: Tensor = held[dtype][:numel]
+    return found
+
+
 def _flatten(tensor: Tensor, p: float) -> Tensor:
     """View as one dimension of real numbers, in storage order: a sum does not care."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj()) if p == 2 else tensor.abs()
+        tensor = foreach.real_numbers(tensor, p)
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)

@@ -45,11 +45,20 @@ class PowerSums:
         return out
 
 
+def real_numbers(tensor: Tensor, p: float) -> Tensor:
+    """Return real numbers with the same sum of |x|^p; a magnitude may exceed a complex dtype's."""
+    if not tensor.is_complex():
+        return tensor
+    if p == 2:
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.complex128).abs()
+
+
 def _sums(tensors: list[Tensor], p: float) -> list[Tensor]:
     if p == 0:
         # A NaN is no number to be counted: it makes the norm NaN, as for every other p.
         return [torch.where(t.isnan().any(), math.nan, t.count_nonzero().double()) for t in tensors]
-    real = [t.abs() if t.is_complex() else t for t in tensors]
+    real = [real_numbers(t, p) for t in tensors]
     norms = torch._foreach_norm(real, p, torch.float64)
     return list(norms) if is_maximum(p) or p == 1 else [n.pow(p) for n in norms]
 

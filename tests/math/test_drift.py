@@ -54,13 +54,23 @@ def test_order_is_that_of_the_elements_whatever_the_strides():
     assert drift.hash_of(tensor) == drift.hash_of(tensor.t().contiguous().t())
 
 
+def test_length_and_places_count():
+    assert drift.hash_of(torch.zeros(100)) != drift.hash_of(torch.zeros(101))
+    values = torch.tensor([1.0])
+    one, other = (
+        torch.sparse_coo_tensor([[i]], values, (4,), check_invariants=True) for i in (0, 1)
+    )
+    hashes = [drift.hash_of_local(t, t.coalesce().values()) for t in (one, other)]
+    assert hashes[0] != hashes[1]
+
+
 def reduced(values, holders, ordinal=3):
     """The two lanes after the sum over all holders."""
     lanes = torch.zeros(drift.LANES, dtype=torch.float64)
     for index, value in enumerate(values):
         copy = Copy(0, ordinal, holders, index, 1.0)
         made = drift.Drift([copy], torch.device("cpu"))
-        lanes += made.lanes(made.hashes([value]))
+        lanes += made.lanes(made.hashes([value], [value]))
     return lanes
 
 

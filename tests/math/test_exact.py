@@ -57,7 +57,7 @@ def as_float(number):
     try:
         return float(number)
     except OverflowError:
-        return math.inf
+        return math.copysign(math.inf, number)
 
 
 def assert_exact(tensor, p, window=None):

@@ -104,6 +104,14 @@ def test_a_tensor_of_other_strides_in_the_same_place():
     assert abs(found - exact(turned)) <= 2e-6 * exact(turned)
 
 
+def test_a_neighbour_that_begins_in_the_same_place_but_has_gaps():
+    flat = torch.arange(24.0)
+    kernel = kernels.build([flat[0:8], flat[8:16]], [0, 0], 1)
+    apart = [flat[0:8], flat[8:24:2]]
+    found, _ = called(kernel, apart)
+    assert abs(found - exact(apart)) <= 2e-6 * exact(apart)
+
+
 def test_buckets_are_kept_apart():
     tensors = views(SIZES)
     kernel = kernels.build(tensors, [0, 1, 0, 1, 1], 2)

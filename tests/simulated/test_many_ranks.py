@@ -54,7 +54,7 @@ def step(mesh: Mesh, tensors, p: float, spoil=None) -> measure.Measured:
         assert not made.problems
         local = plan.locals_of(made, [grad for _, grad in pairs])
         parts, wholes = plan.readings(made, local)
-        payloads.append(measure.fill(made, parts, wholes, p, CPU, Flags())[0])
+        payloads.append(measure.fill(made, parts, wholes, local, p, CPU, Flags())[0])
     assert {payload.shape for payload in payloads} == {(plan.FUNCTION_LANES.size,)}
     stacked = torch.stack(payloads)
     reduced = stacked.amax(0) if is_maximum(p) else stacked.sum(0)
@@ -135,5 +135,5 @@ def test_three_copies_of_a_tensor_that_each_rank_reads_in_full_count_once():
         planner = plan.Planner(World((0, 1, 2), rank), None)
         made = plan.make(planner, [(Source("t", tensors), tensors)], plan.FUNCTION_LANES)
         parts, wholes = plan.readings(made, [tensors])
-        payloads.append(measure.fill(made, parts, wholes, 0.0, CPU, Flags())[0])
+        payloads.append(measure.fill(made, parts, wholes, wholes, 0.0, CPU, Flags())[0])
     assert float(sum(payload[0] for payload in payloads)) == pytest.approx(7, rel=1e-15)
