@@ -14,7 +14,9 @@ COMPILE_DEEPSPEED := from deepspeed.comm.torch import build_shm_op; build_shm_op
 IN_SYSTEMS := PATH="$(CURDIR)/$(SYSTEMS)/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(SYSTEMS)/extensions" python
 
-.PHONY: help demo test lint unit test-systems bench clean
+DOCS := .venv-docs
+
+.PHONY: help demo test lint unit test-systems bench docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,5 +61,13 @@ test-systems: $(SYSTEMS)/.ready  ## the tests with the real frameworks, in an en
 bench: $(READY)  ## time shardclip beside torch on the same gradients
 	$(BIN)/python -m benchmarks
 
+$(DOCS)/.ready: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -r requirements/docs.txt
+	@touch $@
+
+docs: $(DOCS)/.ready  ## build the documentation, warnings as errors: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
+
 clean:  ## remove the virtual environment and everything generated
-	rm -rf $(VENV) $(SYSTEMS) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SYSTEMS) $(DOCS) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

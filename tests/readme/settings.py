@@ -1,5 +1,9 @@
 """What each README snippet finds around it: a small model of its kind, on real ranks."""
 
+import atexit
+import shutil
+import tempfile
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,6 +60,48 @@ def fsdp2() -> dict:
     for block in model:
         fully_shard(block)
     return _common(fully_shard(model))
+
+
+def after_backward() -> dict:
+    found = fsdp2()
+    found["loss_of"](found["model"], found["batches"][0]).backward()
+    return found
+
+
+def hsdp() -> dict:
+    return _common(_seeded(lambda: nn.Sequential(Block(), Block()))) | {
+        "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+        "fully_shard": fully_shard,
+    }
+
+
+def recorded() -> dict:
+    """A clipper, a loop that uses it, and a folder for what it records."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    found = fsdp2()
+
+    def train(clipper: shardclip.GradClipper) -> None:
+        for batch in found["batches"]:
+            loss_of(found["model"], batch).backward()
+            clipper.clip_()
+            found["optimizer"].zero_grad()
+
+    clipper = shardclip.GradClipper(found["model"], max_norm=1.0)
+    return found | {
+        "clipper": clipper,
+        "folder": folder,
+        "rank": dist.get_rank(),
+        "train": train,
+    }
+
+
+def ignored() -> dict:
+    model = _seeded(lambda: nn.Sequential(Block(), Block()))
+    left_out = list(model[0].norm.parameters())
+    return _common(fully_shard(model, ignored_params=set(left_out))) | {
+        "ignored_parameters": left_out
+    }
 
 
 def fsdp1() -> dict:

@@ -1,9 +1,7 @@
-"""Every snippet of the README runs, and the clipped ones clip to the threshold."""
+"""Every snippet of the README and of docs/ runs, and the clipped ones clip to the threshold."""
 
 import contextlib
 import io
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +10,15 @@ import torch.distributed as dist
 import shardclip
 from tests.ranks import everywhere, run_on_ranks
 from tests.readme import settings
+from tests.readme.snippets import ELSEWHERE, PAGES, README, blocks, snippets, unknown_names
 
-README = Path(__file__).parents[2] / "README.md"
-MARKED = re.compile(
-    r"<!-- run: (?P<setting>\w+)(?: on (?P<ranks>\d) ranks)? -->\n```python\n(?P<code>.*?)```"
-    r"(?:\n\n<!-- prints -->\n```text\n(?P<prints>.*?)```)?",
-    re.DOTALL,
-)
-SNIPPETS = [match.groupdict() for match in MARKED.finditer(README.read_text())]
+SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
+CHECKED_ONLY = {"systems.md", "integrations.md", "clipping_functions.md"}
+"""Pages on frameworks: what they show is tested with them, in tests/systems."""
+
+
+def named(snippet: dict) -> str:
+    return f"{snippet['page'].removesuffix('.md')}-{snippet['setting']}"
 
 
 def run_snippet(setting: str, code: str) -> str:
@@ -27,11 +26,12 @@ def run_snippet(setting: str, code: str) -> str:
     found = getattr(settings, setting)()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), found)
+        exec(compile(code, "snippet", "exec"), found)
     result = found.get("result")
     if result is not None:
         assert float(result.total_norm) > 1
-        assert len(set(everywhere(float(result.total_norm)))) == 1
+        if dist.is_initialized():
+            assert len(set(everywhere(float(result.total_norm)))) == 1
         assert result.clipped_norm == pytest.approx(1.0, rel=1e-5)
     return printed.getvalue()
 
@@ -39,20 +39,39 @@ def run_snippet(setting: str, code: str) -> str:
 def clipped_to_one(setting: str, code: str) -> None:
     """Run a snippet that leaves clipped gradients behind, and measure them again."""
     found = getattr(settings, setting)()
-    exec(compile(code, "README.md", "exec"), found)
-    norm = shardclip.clip_grad_norm_(found["model"], float("inf"))
+    exec(compile(code, "snippet", "exec"), found)
+    clipper = shardclip.GradClipper(found["model"], None, layout=found.get("layout"))
+    norm = clipper.clip_().total_norm
     torch.testing.assert_close(norm, torch.tensor(1.0), rtol=1e-4, atol=0)
     assert dist.get_world_size() > 1
 
 
-def test_every_python_block_is_run():
-    assert len(SNIPPETS) == README.read_text().count("```python")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_python_block_is_marked(page):
+    ran = [snippet["code"] for snippet in snippets(page)]
+    elsewhere = [match["code"] for match in ELSEWHERE.finditer(page.read_text())]
+    if page == README:
+        assert not elsewhere
+    if page.name not in CHECKED_ONLY:
+        assert len(ran) + len(elsewhere) == len(blocks(page))
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda s: s["setting"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_exist(page):
+    for code in blocks(page):
+        assert unknown_names(code) == [], code
+
+
+def test_names_that_do_not_exist_are_seen():
+    code = "from shardclip.adapters import nobody\nGradClipper.of_nobody\nshardclip.nothing\n"
+    expected = ["shardclip.adapters.nobody", "GradClipper.of_nobody", "shardclip.nothing"]
+    assert sorted(unknown_names(code)) == sorted(expected)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=named)
 def test_snippet(snippet):
     if snippet["ranks"] is None:
-        assert run_snippet(snippet["setting"], snippet["code"]) == snippet["prints"]
+        assert run_snippet(snippet["setting"], snippet["code"]) == (snippet["prints"] or "")
         return
     ranks = int(snippet["ranks"])
     run_on_ranks(ranks, run_snippet, setting=snippet["setting"], code=snippet["code"])
@@ -60,8 +79,14 @@ def test_snippet(snippet):
 
 @pytest.mark.parametrize(
     "snippet",
-    [s for s in SNIPPETS if "clip_grad_norm_(" in s["code"] or "clipper.step(" in s["code"]],
-    ids=lambda s: s["setting"],
+    [
+        snippet
+        for snippet in SNIPPETS
+        if ("clip_grad_norm_(" in snippet["code"] or "clipper.step(" in snippet["code"])
+        and snippet["ranks"] is not None
+        and "zero_grad" not in snippet["code"]
+    ],
+    ids=named,
 )
 def test_snippet_leaves_clipped_gradients(snippet):
     ranks = int(snippet["ranks"])

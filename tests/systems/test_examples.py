@@ -16,7 +16,7 @@ CLIPPED = re.compile(r"ClipResult\(norm (\S+), clipped by (\S+) to (\S+)\)")
 
 def test_there_is_one_for_each_loop():
     names = {path.stem.removesuffix("_loop") for path in EXAMPLES}
-    assert names == {"plain", "accelerate", "trainer", "lightning", "fabric"}
+    assert names == {"plain", "accelerate", "deepspeed", "trainer", "lightning", "fabric"}
 
 
 @pytest.mark.timeout(300)
