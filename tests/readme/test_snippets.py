@@ -13,7 +13,7 @@ from tests.readme import settings
 from tests.readme.snippets import ELSEWHERE, PAGES, README, blocks, snippets, unknown_names
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
-CHECKED_ONLY = {"systems.md", "integrations.md", "clipping_functions.md"}
+CHECKED_ONLY = {"systems.md", "integrations.md"}
 """Pages on frameworks: what they show is tested with them, in tests/systems."""
 
 
