@@ -260,3 +260,32 @@ def test_one_process_alone_hooks_plain_gradients():
                 total = clipper.clip_().total_norm
             assert abs(float(total) - expected) <= 1e-6 * expected
         assert read.elements == 0
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_neighbours_new_gradient_does_not_hide_a_change(accumulated):
+    """Views of one tensor share a version: only an accumulation explains one count more."""
+    with every_size_hooked():
+        held = [nn.Parameter(torch.zeros(8)) for _ in range(2)]
+        clipper = GradClipper(held, 1e9, overlap=True)
+        hooks = clipper._collector.overlap
+
+        def give(flat):
+            for parameter, part in zip(held, flat.split(8), strict=True):
+                parameter.grad = part
+
+        give(torch.ones(16))
+        clipper.clip_()
+        flat = torch.ones(16)
+        give(flat)
+        hooks.observe(held[0])
+        if accumulated:
+            hooks.observe(held[1])
+            held[1].grad.add_(1)  # as the second micro-batch does
+        else:
+            held[0].grad.mul_(3)
+        hooks.observe(held[1])
+        hooks.drop_outdated([parameter.grad for parameter in held])
+        assert sorted(hooks.early) == ([0, 1] if accumulated else [1])
+        expected = exact_norm([parameter.grad for parameter in held])
+        assert abs(float(clipper.clip_().total_norm) - expected) <= 1e-6 * expected
