@@ -141,8 +141,10 @@ class Overlap:
             alive = early.grad()
             if alive is None or early.version[1] != count - 1:
                 continue
-            if compat.local_tensor(alive).untyped_storage()._cdata == storage:
-                self.early[other] = replace(early, version=(early.version[0], count))
+            local = compat.local_tensor(alive)
+            through_wrapper = local is not alive and alive._version != early.version[0]
+            if local.untyped_storage()._cdata == storage and not through_wrapper:
+                self.early[other] = replace(early, version=_version(alive))
 
     @contextmanager
     def _aside(self, part: Tensor) -> Iterator[None]:
