@@ -26,6 +26,7 @@ import shardclip
 from benchmarks.shapes import Llama, Shape
 from shardclip import plan
 from shardclip.gradients import of_iterable
+from shardclip.ownership import segment
 from shardclip.plan import Plan, Seat
 from shardclip.world import World
 
@@ -163,8 +164,6 @@ def _plan_on(
 
 def read_by(seat: Seat, numel: int) -> tuple[int, int]:
     """Return the half-open range of the flat local tensor that this rank reads."""
-    from shardclip.ownership import segment  # noqa: PLC0415
-
     return (0, 0) if seat.part is None else segment(numel, *seat.part)
 
 

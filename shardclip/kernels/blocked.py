@@ -106,7 +106,7 @@ class PowerSums:
 
     def _squares(self, tensors: Sequence[Tensor]) -> list[float]:
         for run in self._runs:
-            self._row_norms(self._flat(run, tensors, 2), run.norms)
+            _row_norms(self._flat(run, tensors, 2), run.norms)
         totals = []
         for held in self._norms:
             wide = (room(torch.float64, norms.numel()).copy_(norms) for norms in held)
@@ -125,22 +125,6 @@ class PowerSums:
             return _flatten(torch.cat([tensor.reshape(-1) for tensor in held]), p)
         joined = room(first.dtype, run.numel).view(-1, *first.shape[1:])
         return torch.cat(held, out=joined).view(-1)
-
-    def _row_norms(self, flat: Tensor, out: Tensor) -> None:
-        """Write the norm of each row into ``out``; the last row may be shorter."""
-        if flat.dtype not in (torch.float32, torch.float64):
-            rows = _BUFFER // _ROW
-            buffer = room(torch.float32, min(_BUFFER, flat.numel()))
-            for index, block in enumerate(torch.split(flat, _BUFFER)):
-                wide = buffer[: block.numel()].copy_(block)
-                self._row_norms(wide, out[index * rows : (index + 1) * rows])
-            return
-        full, rest = divmod(flat.numel(), _ROW)
-        if rest:
-            torch.linalg.vector_norm(flat[full * _ROW :], out=out[full])
-            flat, out = flat[: full * _ROW], out[:full]
-        if full:
-            torch.linalg.vector_norm(flat.view(-1, _ROW), dim=1, out=out)
 
     def _magnitudes(self, tensors: Sequence[Tensor]) -> list[float]:
         parts: list[list[float]] = [[] for _ in self._buckets]
@@ -210,8 +194,8 @@ def _have_moved(run: _Run, tensors: Sequence[Tensor]) -> bool:
         return True
     if not all(tensor.is_contiguous() for tensor in held):
         return True
-    room = held[0].untyped_storage().nbytes() - held[0].storage_offset() * held[0].itemsize
-    return room < run.numel * held[0].itemsize
+    left = held[0].untyped_storage().nbytes() - held[0].storage_offset() * held[0].itemsize
+    return left < run.numel * held[0].itemsize
 
 
 def _packed(tensors: Sequence[Tensor], indices: Sequence[int], bucket: int) -> list[_Run]:
@@ -268,9 +252,24 @@ def _blocks(flat: Tensor) -> Iterator[Tensor]:
     if flat.dtype in (torch.float32, torch.float64):
         yield from torch.split(flat, _BUFFER)
         return
-    buffer = torch.empty(min(_BUFFER, flat.numel()), dtype=torch.float32, device="cpu")
+    buffer = room(torch.float32, min(_BUFFER, flat.numel()))
     for block in torch.split(flat, _BUFFER):
         yield buffer[: block.numel()].copy_(block)
+
+
+def _row_norms(flat: Tensor, out: Tensor) -> None:
+    """Write the norm of each row into ``out``; the last row may be shorter."""
+    if flat.dtype not in (torch.float32, torch.float64):
+        rows = _BUFFER // _ROW
+        for index, wide in enumerate(_blocks(flat)):
+            _row_norms(wide, out[index * rows : (index + 1) * rows])
+        return
+    full, rest = divmod(flat.numel(), _ROW)
+    if rest:
+        torch.linalg.vector_norm(flat[full * _ROW :], out=out[full])
+        flat, out = flat[: full * _ROW], out[:full]
+    if full:
+        torch.linalg.vector_norm(flat.view(-1, _ROW), dim=1, out=out)
 
 
 def _wide_sum(tensors: list[Tensor], p: float) -> float:
