@@ -1,6 +1,5 @@
 """GradClipper: clipping for a training loop, worked out once."""
 
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -434,7 +433,7 @@ class GradClipper(FromFrameworks):
     @staticmethod
     def _names(measured: Measured) -> list[str] | None:
         """Name what is not finite while the gradients still have it, where looking is free."""
-        if not measured.read or math.isfinite(float(measured.total_norm)):
+        if not measured.read or measured.finite:
             return None
         return verdict.nonfinite_names(measured)
 

@@ -74,14 +74,13 @@ def local_tensor(tensor: Any) -> Tensor:
 def local_tensors(tensors: Sequence[Any]) -> list[Tensor]:
     """Do the same for many, quickly: this runs for every gradient in every step."""
     dtensor: Any = _loaded("torch.distributed.tensor", "DTensor")
-    found = []
-    for tensor in tensors:
-        local = tensor._local_tensor if type(tensor) is dtensor else tensor
-        if type(local) not in _PLAIN:
-            local = local_tensor(local)
-            if not is_plain(local):
-                raise TypeError(f"gradients of type {type(local).__name__} are not understood")
-        found.append(local)
+    found = [t._local_tensor if type(t) is dtensor else t for t in tensors]
+    if _PLAIN.issuperset(map(type, found)):
+        return found
+    found = [local_tensor(tensor) for tensor in found]
+    for local in found:
+        if not is_plain(local):
+            raise TypeError(f"gradients of type {type(local).__name__} are not understood")
     return found
 
 

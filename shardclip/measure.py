@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,12 +69,11 @@ class Measured:
             if seat.source.group == group and id(seat.source.parameter) not in apart
         ]
 
-    def like(self) -> Tensor:
-        """Return an empty tensor of the dtype and device that results take on this rank."""
-        device = self.local[0].device if self.local else self.home
+    def kind(self) -> tuple[torch.device, torch.dtype]:
+        """Return the device and dtype that results take on this rank."""
         wide = self.plan.wide or self.plan.lanes.window is not None
-        dtype = torch.float64 if wide else torch.float32
-        return torch.empty(0, dtype=dtype, device=device)
+        device = self.local[0].device if self.local else self.home
+        return device, torch.float64 if wide else torch.float32
 
     @property
     def proof(self) -> Tensor:
@@ -90,6 +90,11 @@ class Measured:
         return self.proof[:, replicas.SKETCH].sum().sqrt()
 
     @cached_property
+    def finite(self) -> bool:
+        """Whether the total norm is finite; a host sync where it is not on CPU."""
+        return math.isfinite(float(self.total_norm))
+
+    @cached_property
     def flags(self) -> Flags:
         """Read the ranks' flags; a host sync where the payload is not on CPU."""
         lanes = self.plan.lanes
@@ -101,9 +106,9 @@ class Measured:
             return []
         return (~torch.isfinite(self.each)).tolist()
 
-    def without_gradients(self) -> Measured:
-        """Return the same without the gradients, which must not outlive their step."""
-        return replace(self, local=[], wholes=[], grads=[])
+    def forget_gradients(self) -> None:
+        """Let go of the gradients, which must not outlive their step."""
+        self.local, self.wholes, self.grads = [], [], []
 
 
 @dataclass
@@ -258,11 +263,14 @@ def conclude(
     if unit is not None and p != 0:
         unit = compat.to_device(unit, norms.device)
         norms, total_norm = norms * unit, total_norm * unit
-    group_norms = norms[: lanes.groups]
+    group_norms = norms[: lanes.groups] if lanes.keys else norms
     if lanes.slots and not norm.is_maximum(p):
         poison = _poison(lanes.proof(payload), p)
         group_norms = torch.where(torch.isfinite(group_norms), group_norms + poison, group_norms)
-        total_norm = torch.where(torch.isfinite(total_norm), total_norm + poison, total_norm)
+        if lanes.groups == 1:
+            total_norm = group_norms[0]
+        else:
+            total_norm = torch.where(torch.isfinite(total_norm), total_norm + poison, total_norm)
     found = Measured(payload, norms, group_norms, total_norm, plan, p, local, wholes, sketches)
     found.unit = unit
     return found

@@ -81,9 +81,11 @@ def spread(tensor: Tensor) -> Tensor:
     """View up to SAMPLE values of a tensor, evenly spaced by an odd step: it meets all columns."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.reshape(-1)
-    step = max(1, flat.numel() // SAMPLE - (flat.numel() // SAMPLE + 1) % 2)
-    return flat[::step][:SAMPLE]
+    if not tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    numel = tensor.numel()
+    step = max(1, numel // SAMPLE - (numel // SAMPLE + 1) % 2)
+    return tensor.as_strided((min(SAMPLE, -(-numel // step)),), (step,))
 
 
 class Proof:
@@ -113,7 +115,10 @@ class Proof:
 
         Scaled so that the sum of squares estimates the whole tensor's.
         """
-        values = torch.cat([spread(t).to(self.device, torch.float64) for t in tensors])
+        samples = [spread(t) for t in tensors]
+        if any(t.device != self.device for t in samples):
+            samples = [t.to(self.device) for t in samples]
+        values = torch.cat(samples).double()
         if not self._full:  # short tensors are followed by zeros
             empty = torch.zeros(self._signs.numel(), dtype=torch.float64, device=self.device)
             values = empty.index_copy_(0, self._places, values)
@@ -131,6 +136,16 @@ class Proof:
         return lanes.index_add_(0, self._slots, to_device(rows, lanes.device))
 
 
+def differences(lanes: Tensor) -> Tensor:
+    """Return for each slot the mean squared difference between its copies."""
+    return lanes[:, :SKETCH].square().sum(1)
+
+
+def all_alike(lanes: Tensor, size: float) -> bool:
+    """Whether no slot's copies differ by what could matter, seen from the largest difference."""
+    return float(differences(lanes).amax()) <= (OF_TOTAL * size) ** 2
+
+
 def disagreeing(lanes: Tensor, total: Tensor) -> Tensor:
     """Tell which slots hold copies that differ, as bools; a NaN is no difference.
 
@@ -138,7 +153,7 @@ def disagreeing(lanes: Tensor, total: Tensor) -> Tensor:
         lanes: The reduced ``(slots, LANES)``.
         total: The size of all gradients that differences are compared with; the L2 norm.
     """
-    difference = lanes[:, :SKETCH].square().sum(1)
+    difference = differences(lanes)
     apart = difference > OF_SAMPLE**2 * lanes[:, SKETCH]
     return apart & (difference > (OF_TOTAL * total) ** 2)
 
@@ -148,6 +163,6 @@ def suspicious(lanes: Tensor, total: Tensor) -> Tensor:
 
     There a large tensor could hide a small one; the ranks then look closer.
     """
-    difference = lanes[:, :SKETCH].square().sum(1)
+    difference = differences(lanes)
     shared = lanes[:, SKETCH + 1] > 1.5
     return disagreeing(lanes, total) | (shared & (difference > (OF_TOTAL * total) ** 2))

@@ -51,10 +51,11 @@ class ClipResult:
             max_norms: The param groups' thresholds; a tensor where only the device knows them.
             step: The clipper's step, the first one 1.
         """
-        like = measured.like()
-        self.total_norm = measured.total_norm.to(like, copy=True)
-        self.clip_coef = coefs.amin().to(like)
-        self._measured = measured.without_gradients()
+        kind = measured.kind()
+        self.total_norm = measured.total_norm.to(*kind, copy=True)
+        self.clip_coef = coefs.amin().to(*kind)
+        measured.forget_gradients()
+        self._measured = measured
         self._coefs = coefs
         # What only the device knows travels with the rest of the numbers.
         self._max_norms = max_norms if isinstance(max_norms, Tensor) else None
@@ -82,8 +83,10 @@ class ClipResult:
         parts = [measured.total_norm.view(1), measured.group_norms, self._coefs]
         late = [told for told in (self._max_norms, self._skipped) if told is not None]
         parts += [told.to(measured.total_norm).reshape(-1) for told in late]
-        parts.append(measured.norms[groups:])
-        parts.append(measured.payload[measured.plan.lanes.added])
+        if self.heading.keys:
+            parts.append(measured.norms[groups:])
+        if self.heading.sums:
+            parts.append(measured.payload[measured.plan.lanes.added])
         return torch.cat(parts)
 
     @cached_property

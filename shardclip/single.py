@@ -72,4 +72,4 @@ def measure_once(
 
 def rounded(found: Measured) -> Tensor:
     """Round the norm to what this rank's gradients call for, on their device."""
-    return found.total_norm.to(found.like(), copy=True)
+    return found.total_norm.to(*found.kind(), copy=True)

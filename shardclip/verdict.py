@@ -6,7 +6,6 @@ something is wrong.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -139,9 +138,11 @@ def raise_mismatch(measured: Measured, world: World) -> None:
     Raises:
         ReplicaMismatchError: Names the parameters, the ranks and the mend.
     """
-    if not measured.plan.lanes.slots or not bool(measured.proof[:, -1].any()):
-        return  # nobody holds copies
+    if not measured.plan.lanes.slots:
+        return
     size = measured.size()
+    if replicas.all_alike(measured.proof, float(size)):
+        return
     suspects = replicas.suspicious(measured.proof, size).nonzero().flatten().tolist()
     if not suspects:
         return
@@ -241,7 +242,7 @@ def pass_verdict(measured: Measured, world: World, warns: bool = False) -> Defer
         raise_problems(measured, world)
     if flags.differ:
         raise_settings(measured, world)
-    if not math.isfinite(float(measured.total_norm)):
+    if not measured.finite:
         if flags.strict:
             raise_nonfinite(measured, world)
     elif not is_maximum(measured.p):
@@ -262,7 +263,8 @@ class Deferred:
             differ = replicas.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
         self.failed = failed
-        self.measured = measured.without_gradients()
+        self.measured = replace(measured)
+        self.measured.forget_gradients()
         self._told = HostCopy(failed)
 
     def without_parameters(self) -> Deferred:

@@ -26,6 +26,7 @@ _SMALL = 1 << 15  # tensors below this are packed together
 _PATIENCE = 3  # times that tensors side by side may move apart before nobody looks any more
 # float32 squares lose at most 2^-126 an element: below this sum that could be seen.
 _FAINT = 1e-20
+_AS_THEY_ARE = (torch.float32, torch.float64)  # summed in their own precision
 
 
 _scratch = threading.local()
@@ -41,6 +42,7 @@ class _Run:
         numel: Of all together.
         wide: The dtype that their rows are summed in.
         offsets: Where each begins, in bytes from the first, if they lie side by side.
+        table: Rows and their length, where the storage can be read as it is and has no rest.
         norms: Of rows: the bucket's, a view.
     """
 
@@ -49,6 +51,7 @@ class _Run:
     numel: int
     wide: torch.dtype
     offsets: list[int] = field(default_factory=list)
+    table: tuple[int, int] | None = None
     norms: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
@@ -78,9 +81,9 @@ class PowerSums:
                 runs, alone = _side_by_side(tensors, held, bucket)
                 self._runs += runs
             self._runs += _packed(tensors, alone, bucket)
-        self._norms = self._lay_out_rows()
+        self._norms = self._lay_out_rows(tensors)
 
-    def _lay_out_rows(self) -> list[list[Tensor]]:
+    def _lay_out_rows(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Put the rows' norms of each bucket side by side, one tensor for each precision."""
         laid_out: list[list[Tensor]] = [[] for _ in self._buckets]
         for bucket, wide in dict.fromkeys((run.bucket, run.wide) for run in self._runs):
@@ -89,6 +92,10 @@ class PowerSums:
             laid_out[bucket].append(norms)
             for run, view in zip(runs, torch.split(norms, [run.rows for run in runs]), strict=True):
                 run.norms = view
+        for run in self._runs:
+            alone = len(run.indices) == 1 or bool(run.offsets)
+            if alone and run.numel % _ROW == 0 and tensors[run.indices[0]].dtype in _AS_THEY_ARE:
+                run.table = run.rows, _ROW
         return laid_out
 
     def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
@@ -106,7 +113,12 @@ class PowerSums:
 
     def _squares(self, tensors: Sequence[Tensor]) -> list[float]:
         for run in self._runs:
-            _row_norms(self._flat(run, tensors, 2), run.norms)
+            first = tensors[run.indices[0]]
+            if run.table is None or first.requires_grad or not first.is_contiguous():
+                _row_norms(self._flat(run, tensors, 2), run.norms)
+            else:  # most bytes come this way, with as few calls as it can be done with
+                table = first.as_strided(run.table, (_ROW, 1))
+                torch.linalg.vector_norm(table, dim=1, out=run.norms)
         totals = []
         for held in self._norms:
             wide = (room(torch.float64, norms.numel()).copy_(norms) for norms in held)
@@ -189,10 +201,11 @@ def _adjacent(tensors: Sequence[Tensor], stretch: list[int], bucket: int) -> _Ru
 def _have_moved(run: _Run, tensors: Sequence[Tensor]) -> bool:
     """Whether tensors that lay side by side no longer do: gradients are new in every step."""
     held = [tensors[index] for index in run.indices]
-    base = held[0].data_ptr()
-    if [tensor.data_ptr() - base for tensor in held] != run.offsets:
+    places = list(map(Tensor.data_ptr, held))
+    base = places[0]
+    if [place - base for place in places] != run.offsets:
         return True
-    if not all(tensor.is_contiguous() for tensor in held):
+    if not all(map(Tensor.is_contiguous, held)):
         return True
     left = held[0].untyped_storage().nbytes() - held[0].storage_offset() * held[0].itemsize
     return left < run.numel * held[0].itemsize
@@ -249,7 +262,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _blocks(flat: Tensor) -> Iterator[Tensor]:
     """Cut into blocks of single or double precision; those of 16 bits share one buffer."""
-    if flat.dtype in (torch.float32, torch.float64):
+    if flat.dtype in _AS_THEY_ARE:
         yield from torch.split(flat, _BUFFER)
         return
     buffer = room(torch.float32, min(_BUFFER, flat.numel()))
@@ -259,7 +272,7 @@ def _blocks(flat: Tensor) -> Iterator[Tensor]:
 
 def _row_norms(flat: Tensor, out: Tensor) -> None:
     """Write the norm of each row into ``out``; the last row may be shorter."""
-    if flat.dtype not in (torch.float32, torch.float64):
+    if flat.dtype not in _AS_THEY_ARE:
         rows = _BUFFER // _ROW
         for index, wide in enumerate(_blocks(flat)):
             _row_norms(wide, out[index * rows : (index + 1) * rows])

@@ -21,14 +21,18 @@ from tests.ranks.warned import recorded
 
 
 class _Read(TorchDispatchMode):
-    """Counts the float32 elements that norms and concatenations read."""
+    """Counts the float32 elements that norms read, and packing for them: into scratch memory.
+
+    The proof of copies joins its samples, too, but in new memory.
+    """
 
     def __init__(self):
         super().__init__()
         self.elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("linalg_vector_norm", "cat"):
+        name = func.overloadpacket.__name__
+        if name == "linalg_vector_norm" or (name == "cat" and "out" in (kwargs or {})):
             held = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.elements += sum(t.numel() for t in held if t.dtype == torch.float32)
         return func(*args, **(kwargs or {}))
