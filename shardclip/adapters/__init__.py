@@ -68,12 +68,16 @@ def check(tensor: object, gradient: bool = True) -> None:
         raise ValueError("it is on the meta device and has no values; materialize it first")
     if local.dtype not in _DTYPES:
         raise ValueError(f"it has dtype {local.dtype}, which has no norm; give floating point")
-    if local.layout == torch.strided and any(
-        step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
-    ):
+    if local.layout == torch.strided and 0 in local.stride() and _repeats(local):
         raise ValueError("its elements share memory (an expanded tensor); give a .contiguous() one")
     if compat.is_dtensor(tensor):
         dtensor.refuse_partial(*compat.mesh_and_placements(tensor))
+
+
+def _repeats(local: Tensor) -> bool:
+    """Whether some elements share memory."""
+    pairs = zip(local.stride(), local.shape, strict=True)
+    return any(step == 0 and size > 1 for step, size in pairs)
 
 
 def place(source: Source, tensor: Tensor, layout: Layout, rank: int) -> tuple[Place | None, bool]:
