@@ -1,7 +1,8 @@
 """What one rank does: build the gradients, take the times, count.
 
-A barrier stands before every timed call, the time of a call is the maximum over the ranks, and
-the gradients are restored outside the timed part. Contenders take turns, call by call.
+A barrier stands before every timed call, and the time of a call is the maximum over the ranks.
+Contenders take turns, call by call. Gradients are new objects in every call, as after a backward
+pass; their values are restored, outside the timed part, where a call has changed them.
 """
 
 import gc
@@ -151,10 +152,13 @@ def _time_all(
     for step in (USUAL, CLIPPED):
         max_norm = gradients.norm * HEADROOM[step]
         chosen = [contender for contender in order if step in contender.steps]
+        gradients.restore()
         for repeat in range(settings.repeats):
             for contender in _rotate(chosen, repeat):
                 into = times.setdefault((step, contender.name), Times())
-                _time(made[contender.name], max_norm, gradients, into)
+                renew = gradients.attach if step == USUAL else gradients.restore
+                renew()
+                _time(made[contender.name], max_norm, into)
     for held in times.values():
         held.seconds, held.cpu_seconds, held.hidden = (
             _largest(values) for values in (held.seconds, held.cpu_seconds, held.hidden)
@@ -175,9 +179,8 @@ def _time_first(contender: Contender, gradients: Gradients, into: Times) -> Clip
     return clipping
 
 
-def _time(clipping: Clipping, max_norm: float, gradients: Gradients, into: Times) -> None:
+def _time(clipping: Clipping, max_norm: float, into: Times) -> None:
     """Time one call on this rank."""
-    gradients.restore()
     start = time.perf_counter()
     clipping.backward()
     into.hidden.append(time.perf_counter() - start)

@@ -62,10 +62,14 @@ class Measured:
     notices: list[tuple[object, str]] = field(default_factory=list)
 
     def targets(self, group: int, apart: frozenset[int] = frozenset()) -> list[Tensor]:
-        """List what is scaled in place for a param group, but for parameters set apart by `id`."""
+        """List what is scaled in place for a param group, but for parameters set apart by `id`.
+
+        What was read last comes first: it is still in the cache.
+        """
+        pairs = zip(reversed(self.plan.seats), reversed(self.local), strict=True)
         return [
             adapters.storage(tensor)
-            for seat, tensor in zip(self.plan.seats, self.local, strict=True)
+            for seat, tensor in pairs
             if seat.source.group == group and id(seat.source.parameter) not in apart
         ]
 
