@@ -367,10 +367,19 @@ def problem(name: str, error: Exception) -> tuple[str, str]:
 
 
 def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the seats' local gradients, as they are stored."""
+    """Return the seats' local gradients, as they are stored.
+
+    Raises:
+        ValueError: Elements of one share memory, which its kind does not tell: a plan may have been
+            made for another of this kind.
+    """
     if len(plan.seats) < len(grads):
         grads = [grads[seat.position] for seat in plan.seats]
-    return compat.local_tensors(grads)
+    local = compat.local_tensors(grads)
+    shared = compat.first_sharing_memory(local, plan.dense)
+    if shared is not None:
+        raise ValueError(f"{plan.seats[shared].source.name}: {adapters.SHARED}")
+    return local
 
 
 def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

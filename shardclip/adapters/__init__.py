@@ -26,6 +26,8 @@ _DTYPES = frozenset(
 )
 """What can be summed and scaled; the 8-bit types cannot."""
 
+SHARED = "its elements share memory (an expanded tensor); give a .contiguous() one"
+
 
 def _unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside DataParallel and DistributedDataParallel."""
@@ -68,10 +70,8 @@ def check(tensor: object, gradient: bool = True) -> None:
         raise ValueError("it is on the meta device and has no values; materialize it first")
     if local.dtype not in _DTYPES:
         raise ValueError(f"it has dtype {local.dtype}, which has no norm; give floating point")
-    if local.layout == torch.strided and any(
-        step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
-    ):
-        raise ValueError("its elements share memory (an expanded tensor); give a .contiguous() one")
+    if compat.shares_memory(local):
+        raise ValueError(SHARED)
     if compat.is_dtensor(tensor):
         dtensor.refuse_partial(*compat.mesh_and_placements(tensor))
 
@@ -148,6 +148,7 @@ def storage(local: Tensor) -> Tensor:
 
 
 __all__ = [
+    "SHARED",
     "Read",
     "check",
     "global_index",
