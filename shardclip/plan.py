@@ -18,7 +18,7 @@ from .ownership import Ownership, Shares, own, segment
 from .payload import Lanes
 from .world import World
 
-FUNCTION_LANES = Lanes()
+FUNCTION_LANES = Lanes(checks=True)
 """The functions plan anew in every call, so that their payload's length is a constant."""
 
 
