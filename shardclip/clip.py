@@ -275,9 +275,7 @@ def global_norm(
     return rounded(_measured_list(_listed(t_list), world, layout, exact=exact))
 
 
-def _measured_list(
-    listed: Sequence[Source], world: World, layout: Layout, **how: Any
-) -> Measured:
+def _measured_list(listed: Sequence[Source], world: World, layout: Layout, **how: Any) -> Measured:
     """Measure a list's tensors; their places in it tell which are copies of which."""
     places = [place for place, source in enumerate(listed) if source.parameter is not None]
     sources = [listed[place] for place in places]
