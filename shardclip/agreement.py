@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reduce, verdict
+from . import compat, reduce, verdict
 from ._version import __version__
 from .gradients import Source
+from .inspection import listed
 from .plan import Planner, problem
 from .world import World
 
@@ -126,13 +127,23 @@ class _Identity:
 
 @dataclass(frozen=True)
 class _Described:
-    """One rank's account of one of its sources."""
+    """One rank's account of one of its sources.
+
+    Attributes:
+        identity: Which parameter it is.
+        name: What it is called.
+        owner: The module that holds it.
+        copied: Other ranks hold copies.
+        held: This rank holds some of it.
+        spread: It is a DTensor, which every rank of its mesh must list.
+    """
 
     identity: _Identity
     name: str
     owner: str | None
     copied: bool
     held: bool
+    spread: bool
 
 
 def _describe(
@@ -142,9 +153,10 @@ def _describe(
     try:
         if not isinstance(source.parameter, Tensor):
             raise TypeError("is no tensor; give tensors or (name, tensor) pairs")
-        owned = planner.settle_one(source, source.parameter).owned
+        settled = planner.settle_one(source, source.parameter)
     except Exception as error:  # a user's layout may raise anything, on one rank alone
         return problem(source.name, error)
+    owned = settled.owned
     domain = owned.domain if owned is not None else ()
     label = source.name
     shape: tuple[int, ...] = ()
@@ -157,7 +169,9 @@ def _describe(
     lowest = domain[0] if domain else -1
     identity = _Identity(label, lowest, len(domain), planner.digest(domain), stage, shape)
     copied = owned is not None and len(owned.holders) > 1
-    return _Described(identity, source.name, source.owner, copied, owned is not None)
+    # What a layout places may be flat shards, of which a rank may have none.
+    spread = compat.is_dtensor(source.parameter) and not settled.declared
+    return _Described(identity, source.name, source.owner, copied, owned is not None, spread)
 
 
 def reach(
@@ -193,6 +207,7 @@ def reach(
     )
     distinct = _distinct(told, planner.world.ranks)
     verdict.raise_unlike([(asdict(value[2]), ranks) for value, ranks in distinct])
+    _check_names([(value[0], ranks) for value, ranks in distinct])
     everything = [entry for value, _ in distinct for entry in value[0] if entry.held]
     first = {entry.identity: entry for entry in reversed(everything)}
     known = {entry.identity: first[entry.identity] for entry in everything}
@@ -210,6 +225,29 @@ def reach(
         _tied(known.values()),
         any(value[4] for value, _ in distinct),
     )
+
+
+def _check_names(told: Sequence[tuple[Sequence[_Described], list[int]]]) -> None:
+    """Raise if a rank that a named DTensor's mesh spans does not list it.
+
+    Raises:
+        ValueError: Names the parameter and the ranks.
+    """
+    listing: dict[_Identity, list[int]] = defaultdict(list)
+    for entries, ranks in told:
+        for entry in entries:
+            if entry.held and entry.spread and entry.owner is not None:
+                listing[entry.identity] += ranks
+    lines = [
+        f"{identity.label}: {identity.ranks} ranks hold it, and only rank {listed(ranks)} lists it"
+        for identity, ranks in listing.items()
+        if len(set(ranks)) < identity.ranks
+    ]
+    if lines:
+        raise ValueError(
+            f"{verdict.few(lines)}. Give the clipper a DTensor on all ranks of its device mesh, "
+            "and by one name"
+        )
 
 
 def _names(entries: Iterable[_Described], norms: str | None) -> dict[_Identity, str]:

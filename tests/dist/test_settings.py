@@ -10,12 +10,31 @@ import torch.distributed as dist
 from shardclip import GradClipper, clip_by_global_norm, clip_grad_norm_, get_total_norm
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.clippers import counted, here, shard
-from tests.ranks.tensors import local_of, mesh_of
+from tests.ranks.tensors import S0, R, local_of, mesh_of, parameter, sharded
 from tests.ranks.unsharded import assert_norm
 
 from .test_unread_lanes import as_on_a_device
 
 POWERS = pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+
+
+@pytest.mark.parametrize("placement", [S0, R])
+@pytest.mark.parametrize("names", [("a", "b"), ("ab", "a"), ("", "ab")])
+@on_ranks(2)
+def test_a_parameter_that_a_rank_of_its_mesh_lists_by_another_name_or_not_at_all(names, placement):
+    full = torch.tensor([3.0, 4.0])
+    made = [(name, parameter(sharded(full, mesh_of(2), [placement]))) for name in here(*names)]
+    said = raised_everywhere(lambda: GradClipper(made, 1.0), ValueError, "device mesh")
+    for name in set(names[0]) ^ set(names[1]):
+        rank = int(name in names[1])
+        assert f"{name}: 2 ranks hold it, and only rank {rank} lists it" in said
+
+
+@on_ranks(2)
+def test_a_flat_shard_of_a_layout_that_a_rank_has_none_of():
+    made = parameter(torch.tensor([3.0, 4.0]))
+    clipper = GradClipper([("w", made)] * (dist.get_rank() == 0), 1.0, layout=(mesh_of(2), [S0]))
+    assert_norm(counted(clipper).total_norm, 5.0)
 
 
 @POWERS
