@@ -62,7 +62,7 @@ def _payload_device(process_group: Any) -> torch.device:
 
 
 _NORM = "the all-reduce of the gradients' norm"
-_DETAILS = "the exchange of what ranks agree on (a GradClipper being built), or of an error's details,"
+_DETAILS = "what ranks exchange while a GradClipper is built, or about an error,"
 
 
 class Work:

@@ -1,6 +1,6 @@
 """From a framework's tensors to this rank's local tensor, and who owns what of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,19 +107,36 @@ def _declared(source: Source, tensor: Tensor, layout: Layout) -> Any:
     return None if compat.is_dtensor(tensor) else layout
 
 
-def global_index(grad: Tensor, index: int) -> tuple[int, ...]:
+def global_index(source: Source, grad: Any, index: int) -> tuple[int, ...]:
     """Find an element of a local gradient in the whole one.
 
     Args:
-        grad: The gradient; of a plain one its own index is given.
-        index: Of the element in the local part, flat, in logical order.
+        source: Whose gradient.
+        grad: The gradient; of a plain one whose place is not known its own index is given.
+        index: Of the element among the local values, flat, in logical order.
     """
-    shape = compat.local_tensor(grad).shape
-    offsets = compat.global_offset(grad) if compat.is_dtensor(grad) else (0,) * len(shape)
+    if source.begins is not None:
+        start, shape = source.begins
+        return _unflat(start + index, shape)
+    local = compat.local_tensor(grad)
+    if local.layout == torch.sparse_coo:
+        local = local.coalesce()
+        row, *rest = _unflat(index, local.values().shape)
+        return (*local.indices()[:, row].tolist(), *rest)
+    if local.layout != torch.strided:
+        return (index,)
+    places = _unflat(index, local.shape)
+    if not compat.is_dtensor(grad):
+        return places
+    return tuple(map(sum, zip(places, compat.global_offset(grad), strict=True)))
+
+
+def _unflat(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Turn a flat index into one for each dim."""
     out = []
-    for size, offset in zip(reversed(shape), reversed(offsets), strict=True):
+    for size in reversed(shape):
         index, place = divmod(index, size)
-        out.append(place + offset)
+        out.append(place)
     return tuple(reversed(out))
 
 
