@@ -207,7 +207,8 @@ def reach(
     )
     distinct = _distinct(told, planner.world.ranks)
     verdict.raise_unlike([(asdict(value[2]), ranks) for value, ranks in distinct])
-    _check_names([(value[0], ranks) for value, ranks in distinct])
+    accounts = [(value[0], ranks) for value, ranks in distinct]
+    _check_names(accounts, list(zip(sources, mine, strict=True)), planner)
     everything = [entry for value, _ in distinct for entry in value[0] if entry.held]
     first = {entry.identity: entry for entry in reversed(everything)}
     known = {entry.identity: first[entry.identity] for entry in everything}
@@ -227,26 +228,49 @@ def reach(
     )
 
 
-def _check_names(told: Sequence[tuple[Sequence[_Described], list[int]]]) -> None:
-    """Raise if a rank that a named DTensor's mesh spans does not list it.
+def _check_names(
+    told: Sequence[tuple[Sequence[_Described], list[int]]],
+    own: Sequence[tuple[Source, _Described]],
+    planner: Planner,
+) -> None:
+    """Raise if a rank that a named DTensor's mesh spans lists nothing of its name.
+
+    Args:
+        told: Accounts, and the ranks that gave them.
+        own: This rank's sources.
+        planner: Knows which ranks they lie on.
 
     Raises:
         ValueError: Names the parameter and the ranks.
     """
     listing: dict[_Identity, list[int]] = defaultdict(list)
+    named: dict[str, set[int]] = defaultdict(set)
     for entries, ranks in told:
         for entry in entries:
+            named[entry.name].update(ranks)
             if entry.held and entry.spread and entry.owner is not None:
                 listing[entry.identity] += ranks
-    lines = [
-        f"{identity.label}: {identity.ranks} ranks hold it, and only rank {listed(ranks)} lists it"
-        for identity, ranks in listing.items()
-        if len(set(ranks)) < identity.ranks
-    ]
+    short = {identity for identity, ranks in listing.items() if len(set(ranks)) < identity.ranks}
+    if not short:
+        return
+    lines = {}
+    domains = {}
+    for source, entry in own:
+        owned = planner.settle_one(source, source.parameter).owned
+        if entry.identity in short and owned is not None:
+            domains[entry.identity] = owned.domain
+    for known in reduce.gather(domains, planner.world):
+        for identity, domain in known.items():
+            missing = set(domain) - named[identity.label]
+            if missing:
+                lines[identity] = (
+                    f"{identity.label}: it lies on rank {listed(domain)}, and rank "
+                    f"{listed(missing)} lists no parameter of this name"
+                )
     if lines:
         raise ValueError(
-            f"{verdict.few(lines)}. Give the clipper a DTensor on all ranks of its device mesh, "
-            "and by one name"
+            f"{verdict.few(list(lines.values()))}. Give the clipper a DTensor on all ranks of its "
+            "device mesh, and by one name"
         )
 
 

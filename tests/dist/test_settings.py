@@ -26,8 +26,8 @@ def test_a_parameter_that_a_rank_of_its_mesh_lists_by_another_name_or_not_at_all
     made = [(name, parameter(sharded(full, mesh_of(2), [placement]))) for name in here(*names)]
     said = raised_everywhere(lambda: GradClipper(made, 1.0), ValueError, "device mesh")
     for name in set(names[0]) ^ set(names[1]):
-        rank = int(name in names[1])
-        assert f"{name}: 2 ranks hold it, and only rank {rank} lists it" in said
+        rank = int(name in names[0])
+        assert f"{name}: it lies on rank 0, 1, and rank {rank} lists no parameter of this" in said
 
 
 @on_ranks(2)
