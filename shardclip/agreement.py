@@ -136,6 +136,7 @@ class _Described:
         copied: Other ranks hold copies.
         held: This rank holds some of it.
         spread: It is a DTensor, which every rank of its mesh must list.
+        group: The param group it is in.
     """
 
     identity: _Identity
@@ -144,6 +145,7 @@ class _Described:
     copied: bool
     held: bool
     spread: bool
+    group: int
 
 
 def _describe(
@@ -171,7 +173,8 @@ def _describe(
     copied = owned is not None and len(owned.holders) > 1
     # What a layout places may be flat shards, of which a rank may have none.
     spread = compat.is_dtensor(source.parameter) and not settled.declared
-    return _Described(identity, source.name, source.owner, copied, owned is not None, spread)
+    held = owned is not None
+    return _Described(identity, source.name, source.owner, copied, held, spread, source.group)
 
 
 def reach(
@@ -208,6 +211,7 @@ def reach(
     distinct = _distinct(told, planner.world.ranks)
     verdict.raise_unlike([(asdict(value[2]), ranks) for value, ranks in distinct])
     accounts = [(value[0], ranks) for value, ranks in distinct]
+    _check_groups(accounts)
     _check_names(accounts, list(zip(sources, mine, strict=True)), planner)
     everything = [entry for value, _ in distinct for entry in value[0] if entry.held]
     first = {entry.identity: entry for entry in reversed(everything)}
@@ -226,6 +230,30 @@ def reach(
         _tied(known.values()),
         any(value[4] for value, _ in distinct),
     )
+
+
+def _check_groups(told: Sequence[tuple[Sequence[_Described], list[int]]]) -> None:
+    """Raise if a named parameter is in other param groups on other ranks.
+
+    Raises:
+        ValueError: Names the parameter, the groups and the ranks.
+    """
+    groups: dict[_Identity, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for entries, ranks in told:
+        for entry in entries:
+            if entry.held and entry.owner is not None:
+                groups[entry.identity][entry.group] += ranks
+    lines = [
+        f"{identity.label} is in "
+        + ", ".join(f"group {group} on rank {listed(ranks)}" for group, ranks in found.items())
+        for identity, found in groups.items()
+        if len(found) > 1
+    ]
+    if lines:
+        raise ValueError(
+            f"param groups differ between ranks: {verdict.few(lines)}. Give all ranks the same "
+            "groups in the same order"
+        )
 
 
 def _check_names(

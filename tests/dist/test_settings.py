@@ -30,6 +30,16 @@ def test_a_parameter_that_a_rank_of_its_mesh_lists_by_another_name_or_not_at_all
         assert f"{name}: it lies on rank 0, 1, and rank {rank} lists no parameter of this" in said
 
 
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("groups", [(["a", "b"], ["b", "a"]), (["a", "b"], ["ab"])])
+@on_ranks(2)
+def test_param_groups_in_another_order_or_number_on_one_rank(groups, plain):
+    one = {name: parameter(torch.ones(4)) if plain else shard([3.0, 4.0]) for name in "ab"}
+    made = [{"params": [(name, one[name]) for name in names]} for names in here(*groups)]
+    said = raised_everywhere(lambda: GradClipper(made, 1.0), ValueError, "param groups differ")
+    assert "b is in group 1 on rank 0, group 0 on rank 1" in said
+
+
 @on_ranks(2)
 def test_a_flat_shard_of_a_layout_that_a_rank_has_none_of():
     made = parameter(torch.tensor([3.0, 4.0]))
