@@ -98,7 +98,7 @@ def _nonfinite_here(measured: Measured, rank: int) -> list[_Found]:
             continue
         nan = int(whole.isnan().sum())
         first = int(bad.nonzero()[0])
-        holders = (rank,) if seat.copy is None else seat.copy.holders
+        holders = (rank,) if seat.owned is None else seat.owned.holders
         grad = measured.grads[seat.position]
         index = adapters.global_index(seat.source, grad, first)
         infinite, placed = int(bad.sum()) - nan, _placed(seat, grad)
@@ -110,7 +110,7 @@ def _placed(seat: Seat, grad: Tensor | None) -> bool:
     """Whether indices in the whole parameter are known."""
     if seat.source.begins is not None or compat.is_dtensor(grad):
         return True
-    if seat.copy is not None and len(seat.copy.holders) * seat.copy.weight > 0.99:
+    if seat.owned is not None and seat.owned.holders == seat.owned.domain:
         return True  # all that have any of it have all of it
     return not seat.declared and seat.source.ownership is None
 

@@ -36,6 +36,7 @@ class Seat:
         part: Which part of it this rank reads, of how many; None: nothing.
         copy: What it owes to the proof, where other ranks hold copies.
         declared: A layout vouches for it.
+        owned: Who holds it.
     """
 
     source: Source
@@ -44,6 +45,7 @@ class Seat:
     part: tuple[int, int] | None = (0, 1)
     copy: replicas.Copy | None = None
     declared: bool = False
+    owned: Ownership | None = None
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ def make(
         bucket = Bucket(source.group, None if keys is None else keys[index], weight)
         where = buckets.setdefault(bucket, len(buckets))
         part = parts.get(index, (0, 1))
-        plan.seats.append(Seat(source, index, where, part, copy, found.declared))
+        plan.seats.append(Seat(source, index, where, part, copy, found.declared, owned))
     plan.buckets = list(buckets)
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
     plan.wide = any(getattr(g, "dtype", None) in _WIDE for _, g in pairs)

@@ -116,18 +116,20 @@ def test_the_place_in_a_plain_shard_is_told_with_its_rank():
     assert "first at [2] of rank 0's part" in said
 
 
+@pytest.mark.parametrize("p", [2.0, math.inf])
 @on_ranks(2)
-def test_copies_that_a_layout_declares_have_their_own_places():
+def test_copies_that_a_layout_declares_have_their_own_places(p):
     made = parameter(torch.tensor([[1.0, math.nan], [2.0, 3.0]]))
-    clipper = GradClipper([("w", made)], 1.0, layout=(mesh_of(2), [R]), nonfinite="skip")
+    clipper = GradClipper([("w", made)], 1.0, p, layout=(mesh_of(2), [R]), nonfinite="skip")
     (found,) = clipper.clip_().nonfinite
     assert (found.first, found.part_of) == ((0, 1), None)
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
 @on_ranks(2)
-def test_copies_are_counted_once():
+def test_copies_are_counted_once(p):
     bad = parameter(torch.tensor([1.0, math.nan, 2.0]))
-    clipper = GradClipper([("w", bad)], 1.0, nonfinite="skip")
+    clipper = GradClipper([("w", bad)], 1.0, p, nonfinite="skip")
     (found,) = clipper.clip_().nonfinite
     assert (found.ranks, found.nan, found.first) == ((0, 1), 1, (1,))
 
