@@ -117,7 +117,7 @@ def get_total_norm(
         group: As in ``clip_grad_norm_``.
         layout: As in ``clip_grad_norm_``; a callable is given the tensor.
         exact: Sum exactly and round once: the same bits on any number of ranks, for any split,
-            order and device. For p = 1 and 2.
+            order and device. For p = 1 and 2. Every rank must say the same: what travels differs.
 
     Returns:
         A plain 0-dim tensor, as in ``clip_grad_norm_``; float64 with ``exact``.
