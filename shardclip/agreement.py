@@ -238,16 +238,19 @@ def _check_groups(told: Sequence[tuple[Sequence[_Described], list[int]]]) -> Non
     Raises:
         ValueError: Names the parameter, the groups and the ranks.
     """
-    groups: dict[_Identity, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[_Identity, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for entries, ranks in told:
+        groups: dict[_Identity, list[int]] = defaultdict(list)  # two modules' may share a name
         for entry in entries:
             if entry.held and entry.owner is not None:
-                groups[entry.identity][entry.group] += ranks
+                groups[entry.identity].append(entry.group)
+        for identity, held in groups.items():
+            found[identity][", ".join(map(str, held))] += ranks
     lines = [
         f"{identity.label} is in "
-        + ", ".join(f"group {group} on rank {listed(ranks)}" for group, ranks in found.items())
-        for identity, found in groups.items()
-        if len(found) > 1
+        + ", ".join(f"group {group} on rank {listed(ranks)}" for group, ranks in held.items())
+        for identity, held in found.items()
+        if len(held) > 1
     ]
     if lines:
         raise ValueError(

@@ -40,6 +40,14 @@ def test_param_groups_in_another_order_or_number_on_one_rank(groups, plain):
     assert "b is in group 1 on rank 0, group 0 on rank 1" in said
 
 
+@pytest.mark.parametrize("plain", [False, True])
+@on_ranks(2)
+def test_two_modules_whose_parameters_share_a_name_in_two_groups(plain):
+    made = [parameter(torch.ones(2)) if plain else shard([1.0, 1.0]) for _ in range(2)]
+    clipper = GradClipper([{"params": [("weight", one)]} for one in made], 1.0)
+    assert_norm(counted(clipper).total_norm, 2.0)
+
+
 @on_ranks(2)
 def test_a_flat_shard_of_a_layout_that_a_rank_has_none_of():
     made = parameter(torch.tensor([3.0, 4.0]))
