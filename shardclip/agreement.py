@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reduce, verdict
+from . import compat, reduce, verdict
 from ._version import __version__
 from .gradients import Source
+from .inspection import listed
 from .plan import Planner, problem
 from .world import World
 
@@ -126,13 +127,25 @@ class _Identity:
 
 @dataclass(frozen=True)
 class _Described:
-    """One rank's account of one of its sources."""
+    """One rank's account of one of its sources.
+
+    Attributes:
+        identity: Which parameter it is.
+        name: What it is called.
+        owner: The module that holds it.
+        copied: Other ranks hold copies.
+        held: This rank holds some of it.
+        spread: It is a DTensor, which every rank of its mesh must list.
+        group: The param group it is in.
+    """
 
     identity: _Identity
     name: str
     owner: str | None
     copied: bool
     held: bool
+    spread: bool
+    group: int
 
 
 def _describe(
@@ -142,9 +155,10 @@ def _describe(
     try:
         if not isinstance(source.parameter, Tensor):
             raise TypeError("is no tensor; give tensors or (name, tensor) pairs")
-        owned = planner.settle_one(source, source.parameter).owned
+        settled = planner.settle_one(source, source.parameter)
     except Exception as error:  # a user's layout may raise anything, on one rank alone
         return problem(source.name, error)
+    owned = settled.owned
     domain = owned.domain if owned is not None else ()
     label = source.name
     shape: tuple[int, ...] = ()
@@ -157,7 +171,10 @@ def _describe(
     lowest = domain[0] if domain else -1
     identity = _Identity(label, lowest, len(domain), planner.digest(domain), stage, shape)
     copied = owned is not None and len(owned.holders) > 1
-    return _Described(identity, source.name, source.owner, copied, owned is not None)
+    # What a layout places may be flat shards, of which a rank may have none.
+    spread = compat.is_dtensor(source.parameter) and not settled.declared
+    held = owned is not None
+    return _Described(identity, source.name, source.owner, copied, held, spread, source.group)
 
 
 def reach(
@@ -193,6 +210,9 @@ def reach(
     )
     distinct = _distinct(told, planner.world.ranks)
     verdict.raise_unlike([(asdict(value[2]), ranks) for value, ranks in distinct])
+    accounts = [(value[0], ranks) for value, ranks in distinct]
+    _check_groups(accounts)
+    _check_names(accounts, list(zip(sources, mine, strict=True)), planner)
     everything = [entry for value, _ in distinct for entry in value[0] if entry.held]
     first = {entry.identity: entry for entry in reversed(everything)}
     known = {entry.identity: first[entry.identity] for entry in everything}
@@ -210,6 +230,79 @@ def reach(
         _tied(known.values()),
         any(value[4] for value, _ in distinct),
     )
+
+
+def _check_groups(told: Sequence[tuple[Sequence[_Described], list[int]]]) -> None:
+    """Raise if a named parameter is in other param groups on other ranks.
+
+    Raises:
+        ValueError: Names the parameter, the groups and the ranks.
+    """
+    found: dict[_Identity, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for entries, ranks in told:
+        groups: dict[_Identity, list[int]] = defaultdict(list)  # two modules' may share a name
+        for entry in entries:
+            if entry.held and entry.owner is not None:
+                groups[entry.identity].append(entry.group)
+        for identity, held in groups.items():
+            found[identity][", ".join(map(str, held))] += ranks
+    lines = [
+        f"{identity.label} is in "
+        + ", ".join(f"group {group} on rank {listed(ranks)}" for group, ranks in held.items())
+        for identity, held in found.items()
+        if len(held) > 1
+    ]
+    if lines:
+        raise ValueError(
+            f"param groups differ between ranks: {verdict.few(lines)}. Give all ranks the same "
+            "groups in the same order"
+        )
+
+
+def _check_names(
+    told: Sequence[tuple[Sequence[_Described], list[int]]],
+    own: Sequence[tuple[Source, _Described]],
+    planner: Planner,
+) -> None:
+    """Raise if a rank that a named DTensor's mesh spans lists nothing of its name.
+
+    Args:
+        told: Accounts, and the ranks that gave them.
+        own: This rank's sources.
+        planner: Knows which ranks they lie on.
+
+    Raises:
+        ValueError: Names the parameter and the ranks.
+    """
+    listing: dict[_Identity, list[int]] = defaultdict(list)
+    named: dict[str, set[int]] = defaultdict(set)
+    for entries, ranks in told:
+        for entry in entries:
+            named[entry.name].update(ranks)
+            if entry.held and entry.spread and entry.owner is not None:
+                listing[entry.identity] += ranks
+    short = {identity for identity, ranks in listing.items() if len(set(ranks)) < identity.ranks}
+    if not short:
+        return
+    lines = {}
+    domains = {}
+    for source, entry in own:
+        owned = planner.settle_one(source, source.parameter).owned
+        if entry.identity in short and owned is not None:
+            domains[entry.identity] = owned.domain
+    for known in reduce.gather(domains, planner.world):
+        for identity, domain in known.items():
+            missing = set(domain) - named[identity.label]
+            if missing:
+                lines[identity] = (
+                    f"{identity.label}: it lies on rank {listed(domain)}, and rank "
+                    f"{listed(missing)} lists no parameter of this name"
+                )
+    if lines:
+        raise ValueError(
+            f"{verdict.few(list(lines.values()))}. Give the clipper a DTensor on all ranks of its "
+            "device mesh, and by one name"
+        )
 
 
 def _names(entries: Iterable[_Described], norms: str | None) -> dict[_Identity, str]:

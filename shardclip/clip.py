@@ -62,15 +62,16 @@ def clip_grad_norm_(
         bits on every rank.
 
     Raises:
-        ValueError: ``max_norm`` or ``norm_type`` is wrong; or, on every rank alike, a gradient is
-            Partial, on meta or of integer dtype, or the layout is wrong: names parameter and rank.
+        ValueError: ``max_norm`` or ``norm_type`` is wrong; or, on every rank alike, they differ
+            between ranks, a gradient is Partial, on meta or of integer dtype, or the layout is
+            wrong: names parameter and rank.
         TypeError: On every rank alike, a tensor subclass whose meaning is not known.
         NonFiniteGradientError: On every rank alike, with ``error_if_nonfinite``.
         ReplicaMismatchError: On every rank alike: gradients that should be copies are none.
         Whatever is raised, no gradient was touched.
 
     Communication:
-        One all-reduce of 5126 float64 numbers. Host syncs on CUDA: none, or one where copies are
+        One all-reduce of 5128 float64 numbers. Host syncs on CUDA: none, or one where copies are
         to be proved that no ``layout`` vouches for, or with ``error_if_nonfinite``. Where some
         rank does not read the result in the same call, what is wrong leaves the gradients as they
         are, makes the norm NaN, and is raised by all ranks in the next call.
@@ -116,7 +117,7 @@ def get_total_norm(
         group: As in ``clip_grad_norm_``.
         layout: As in ``clip_grad_norm_``; a callable is given the tensor.
         exact: Sum exactly and round once: the same bits on any number of ranks, for any split,
-            order and device. For p = 1 and 2.
+            order and device. For p = 1 and 2. Every rank must say the same: what travels differs.
 
     Returns:
         A plain 0-dim tensor, as in ``clip_grad_norm_``; float64 with ``exact``.
@@ -230,7 +231,7 @@ def clip_by_global_norm(
     listed, world = _listed(t_list), reduce.resolve(group)
     sources = [source for source in listed if source.parameter is not None]
     if use_norm is None:
-        found = _measured_list(listed, world, layout)
+        found = _measured_list(listed, world, layout, max_norm=clip_norm, limit="clip_norm")
         total, returned = found.total_norm, rounded(found)
     else:
         _check_all(sources, [source.parameter for source in sources])
@@ -271,17 +272,15 @@ def global_norm(
     world = reduce.resolve(group)
     if exact:
         exactness.check(2.0, world)
-    return rounded(_measured_list(_listed(t_list), world, layout, exact))
+    return rounded(_measured_list(_listed(t_list), world, layout, exact=exact))
 
 
-def _measured_list(
-    listed: Sequence[Source], world: World, layout: Layout, exact: bool = False
-) -> Measured:
+def _measured_list(listed: Sequence[Source], world: World, layout: Layout, **how: Any) -> Measured:
     """Measure a list's tensors; their places in it tell which are copies of which."""
     places = [place for place, source in enumerate(listed) if source.parameter is not None]
     sources = [listed[place] for place in places]
     values = [source.parameter for source in sources]
-    return measure_once(sources, values, 2.0, world, layout, numbers=places, exact=exact)[0]
+    return measure_once(sources, values, 2.0, world, layout, numbers=places, **how)[0]
 
 
 def _as_float64(known: Tensor | float) -> Tensor:

@@ -103,7 +103,8 @@ class GradClipper(FromFrameworks):
         record: The last 1000 of them, and where they are sent: see ``Record``.
 
     Raises:
-        ValueError: An argument is wrong; or, on every rank alike, a layout is.
+        ValueError: An argument is wrong; or, on every rank alike, a layout is, or settings, param
+            groups or DTensors' names differ between ranks.
         TypeError: An argument has the wrong type.
 
     Communication:

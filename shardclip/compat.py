@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -84,6 +85,27 @@ def local_tensors(tensors: Sequence[Any]) -> list[Tensor]:
     return found
 
 
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether some of its elements are one number in memory, as an expanded tensor's are."""
+    if not is_strided(tensor):
+        return False
+    return any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def first_sharing_memory(tensors: Sequence[Tensor], dense: bool) -> int | None:
+    """Find one whose elements share memory; quickly, as this runs for every gradient in every step.
+
+    Args:
+        tensors: Local ones.
+        dense: None of them is sparse.
+    """
+    if dense and all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    if dense and 0 not in chain.from_iterable(map(torch.Tensor.stride, tensors)):
+        return None
+    return next((i for i, tensor in enumerate(tensors) if shares_memory(tensor)), None)
+
+
 def mesh_and_placements(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return a DTensor's device mesh and placements."""
     return tensor.device_mesh, tensor.placements
@@ -152,7 +174,7 @@ def signature(tensor: Any) -> object:
         return tensor
     if tensor.layout != torch.strided:
         return object()  # how many values a sparse gradient has changes from step to step
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device, 0 in tensor.stride()
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
 
 def signatures(tensors: Sequence[Any]) -> list[object]:

@@ -28,6 +28,8 @@ class Source:
         span: Elements of the flat gradient that are this parameter's, where several share one.
         ownership: Who holds it, where an adapter knows.
         owner: The module that holds it; None where it is not known.
+        begins: The element of the whole parameter, flat, that its flat gradient begins with here,
+            and the whole's shape, where an adapter knows.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Source:
     span: tuple[int, int] | None = None
     ownership: Ownership | None = None
     owner: str | None = None
+    begins: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def identity(self) -> tuple[int, str]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, drift, reduce
+from . import adapters, compat, drift, reduce
 from .measure import Measured
+from .plan import Seat
 from .world import World
 
 _MOST = 8  # tensors that are looked at closely
@@ -31,8 +32,9 @@ class NonFinite:
         ranks: Those that hold such elements, ascending.
         nan: How many elements are NaN, copies counted once.
         infinite: How many are infinite.
-        first: Index of the first one in the whole parameter; where a framework's shard does not
-            tell that, in this rank's part of it, flat.
+        first: Index of the first one in the whole parameter.
+        part_of: Where shards do not tell their place (plain ones that a ``layout`` places, or
+            DeepSpeed's): the rank in whose part ``first`` counts, the lowest that has any.
     """
 
     name: str
@@ -40,54 +42,77 @@ class NonFinite:
     nan: int
     infinite: int
     first: tuple[int, ...]
+    part_of: int | None = None
 
     def __str__(self) -> str:
         what = [f"{self.nan} NaN"] if self.nan else []
         what += [f"{self.infinite} infinite"] if self.infinite else []
-        place = ", ".join(map(str, self.first))
-        return f"{self.name} (rank {listed(self.ranks)}: {', '.join(what)}, first at [{place}])"
+        place = f"[{', '.join(map(str, self.first))}]"
+        place += "" if self.part_of is None else f" of rank {self.part_of}'s part"
+        return f"{self.name} (rank {listed(self.ranks)}: {', '.join(what)}, first at {place})"
 
 
 def nonfinite(measured: Measured, world: World) -> tuple[NonFinite, ...]:
     """Find what is not finite on any rank, by parameter. Two all-gathers of a few numbers."""
     told = reduce.gather(_nonfinite_here(measured, world.rank), world)
-    by_name: dict[str, list[tuple[int, tuple[int, ...], tuple[int, int], tuple[int, ...]]]]
-    by_name = defaultdict(list)
-    for rank, entries in zip(world.ranks, told, strict=True):
-        for name, holders, counts, first in entries:
-            by_name[name].append((rank, holders, counts, first))
-    out = []
-    for name, entries in by_name.items():
-        pieces: dict[tuple[int, ...], tuple[int, int]] = {}
-        for _, holders, (nan, infinite), _ in entries:
-            before = pieces.get(holders, (0, 0))
-            pieces[holders] = max(before[0], nan), max(before[1], infinite)
-        nan, infinite = (sum(counts) for counts in zip(*pieces.values(), strict=True))
-        ranks = tuple(sorted(entry[0] for entry in entries))
-        out.append(NonFinite(name, ranks, nan, infinite, min(entry[3] for entry in entries)))
-    return tuple(out)
+    by_name: dict[str, list[_Found]] = defaultdict(list)
+    for entries in told:
+        for entry in entries:
+            by_name[entry.name].append(entry)
+    return tuple(_together(entries) for entries in by_name.values())
 
 
-def _nonfinite_here(
-    measured: Measured, rank: int
-) -> list[tuple[str, tuple[int, ...], tuple[int, int], tuple[int, ...]]]:
-    """For each of this rank's parameters: name, holders, NaN and infinities, the first one."""
+@dataclass(frozen=True)
+class _Found:
+    """What is not finite in one rank's part of a parameter."""
+
+    name: str
+    rank: int
+    holders: tuple[int, ...]
+    nan: int
+    infinite: int
+    first: tuple[int, ...]
+    placed: bool
+
+
+def _together(entries: Sequence[_Found]) -> NonFinite:
+    """Put the ranks' accounts of one parameter together."""
+    pieces: dict[tuple[int, ...], tuple[int, int]] = {}
+    for entry in entries:
+        nan, infinite = pieces.get(entry.holders, (0, 0))
+        pieces[entry.holders] = max(nan, entry.nan), max(infinite, entry.infinite)
+    nan, infinite = (sum(counts) for counts in zip(*pieces.values(), strict=True))
+    ranks = tuple(sorted(entry.rank for entry in entries))
+    lowest = min(entries, key=lambda entry: entry.rank)
+    if not lowest.placed:
+        return NonFinite(lowest.name, ranks, nan, infinite, lowest.first, lowest.rank)
+    return NonFinite(lowest.name, ranks, nan, infinite, min(entry.first for entry in entries))
+
+
+def _nonfinite_here(measured: Measured, rank: int) -> list[_Found]:
+    """Look at each of this rank's parameters."""
     out = []
-    for seat, whole, local in zip(
-        measured.plan.seats, measured.wholes, measured.local, strict=True
-    ):
+    for seat, whole in zip(measured.plan.seats, measured.wholes, strict=True):
         bad = ~torch.isfinite(whole).reshape(-1)
         if not bool(bad.any()):
             continue
         nan = int(whole.isnan().sum())
         first = int(bad.nonzero()[0])
-        holders = (rank,) if seat.copy is None else seat.copy.holders
+        holders = (rank,) if seat.owned is None else seat.owned.holders
         grad = measured.grads[seat.position]
-        index: tuple[int, ...] = (first,)
-        if grad is not None and whole is local:  # not sparse, whose values are in a row
-            index = adapters.global_index(grad, first)
-        out.append((seat.source.name, holders, (nan, int(bad.sum()) - nan), index))
+        index = adapters.global_index(seat.source, grad, first)
+        infinite, placed = int(bad.sum()) - nan, _placed(seat, grad)
+        out.append(_Found(seat.source.name, rank, holders, nan, infinite, index, placed))
     return out
+
+
+def _placed(seat: Seat, grad: Tensor | None) -> bool:
+    """Whether indices in the whole parameter are known."""
+    if seat.source.begins is not None or compat.is_dtensor(grad):
+        return True
+    if seat.owned is not None and seat.owned.holders == seat.owned.domain:
+        return True  # all that have any of it have all of it
+    return not seat.declared and seat.source.ownership is None
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def start(
     """
     settings = settings or {}
     number = fingerprints.of(*settings.items())
-    checked = plan.lanes.settings(number, world) if plan.lanes.checks else {}
+    checked = plan.lanes.settings(number, world, norm.is_maximum(p)) if plan.lanes.checks else {}
     here = next((compat.local_tensor(g).device for g in grads if g is not None), None)
     device = world.device or here or torch.device("cpu")
     reads = reads or reads_are_free(device)

@@ -29,7 +29,7 @@ class Flags:
         unread: It does not read the lanes in this step: then no rank may raise in it.
         errors: Something is wrong with its tensors or layout.
         settings: What shows whether all ranks have the same settings: see ``Lanes.settings``.
-        against: The same, where the lanes combine by maximum.
+        against: The same, where the lanes may combine by maximum.
     """
 
     present: int = 0
@@ -211,14 +211,17 @@ class Lanes:
         """Read the reduced flags."""
         return Flags(*self._digits.read(payload[self.flags].tolist()))
 
-    def settings(self, value: int, world: World) -> dict[str, int]:
-        """Return the flags by which ranks see whether they all have this number."""
-        if not self.ranks:
-            value %= fingerprints.SETTINGS
-            return {"settings": value, "against": fingerprints.SETTINGS - value}
+    def settings(self, value: int, world: World, maximum: bool) -> dict[str, int]:
+        """Return the flags by which ranks see whether they all have this number.
+
+        Where some combine by maximum and others by sum they see that, too, whichever it becomes.
+        """
+        prime = fingerprints.SETTINGS
+        if maximum:
+            return {"settings": value % prime, "against": prime - value % prime}
         index = world.ranks.index(world.rank)
-        share = fingerprints.share(value, index, world.size, fingerprints.SETTINGS)
-        return {"settings": share}
+        share = fingerprints.share(value, index, world.size, prime)
+        return {"settings": share} if self.ranks else {"settings": share, "against": prime}
 
     def failed(self, payload: Tensor) -> Tensor:
         """Tell on the device whether any rank says ``errors``, or their settings differ."""

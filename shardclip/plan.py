@@ -18,7 +18,7 @@ from .ownership import Ownership, Shares, own, segment
 from .payload import Lanes
 from .world import World
 
-FUNCTION_LANES = Lanes()
+FUNCTION_LANES = Lanes(checks=True)
 """The functions plan anew in every call, so that their payload's length is a constant."""
 
 
@@ -36,6 +36,7 @@ class Seat:
         part: Which part of it this rank reads, of how many; None: nothing.
         copy: What it owes to the proof, where other ranks hold copies.
         declared: A layout vouches for it.
+        owned: Who holds it.
     """
 
     source: Source
@@ -44,6 +45,7 @@ class Seat:
     part: tuple[int, int] | None = (0, 1)
     copy: replicas.Copy | None = None
     declared: bool = False
+    owned: Ownership | None = None
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ def make(
         bucket = Bucket(source.group, None if keys is None else keys[index], weight)
         where = buckets.setdefault(bucket, len(buckets))
         part = parts.get(index, (0, 1))
-        plan.seats.append(Seat(source, index, where, part, copy, found.declared))
+        plan.seats.append(Seat(source, index, where, part, copy, found.declared, owned))
     plan.buckets = list(buckets)
     plan.dense = all(g is None or compat.is_strided(g) for _, g in pairs)
     plan.wide = any(getattr(g, "dtype", None) in _WIDE for _, g in pairs)
@@ -367,10 +369,19 @@ def problem(name: str, error: Exception) -> tuple[str, str]:
 
 
 def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the seats' local gradients, as they are stored."""
+    """Return the seats' local gradients, as they are stored.
+
+    Raises:
+        ValueError: Elements of one share memory, which its kind does not tell: a plan may have been
+            made for another of this kind.
+    """
     if len(plan.seats) < len(grads):
         grads = [grads[seat.position] for seat in plan.seats]
-    return compat.local_tensors(grads)
+    local = compat.local_tensors(grads)
+    shared = compat.first_sharing_memory(local, plan.dense)
+    if shared is not None:
+        raise ValueError(f"{plan.seats[shared].source.name}: {adapters.SHARED}")
+    return local
 
 
 def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

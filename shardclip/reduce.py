@@ -61,6 +61,10 @@ def _payload_device(process_group: Any) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+_NORM = "the all-reduce of the gradients' norm"
+_DETAILS = "what ranks exchange while a GradClipper is built, or about an error,"
+
+
 class Work:
     """An all-reduce under way; nothing to wait for where a rank is alone."""
 
@@ -81,7 +85,7 @@ class Work:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(roll_call.explain(error, self._world)) from error
+            raise RuntimeError(roll_call.explain(error, self._world, _NORM)) from error
 
 
 def all_reduce(payload: Tensor, world: World, *, maximum: bool = False) -> Work:
@@ -98,14 +102,21 @@ def all_reduce(payload: Tensor, world: World, *, maximum: bool = False) -> Work:
     try:
         work = dist.all_reduce(payload, op, group=world.process_group, async_op=True)
     except RuntimeError as error:  # Gloo finds a lost connection already here
-        raise RuntimeError(roll_call.explain(error, world)) from error
+        raise RuntimeError(roll_call.explain(error, world, _NORM)) from error
     return Work(work, world)
 
 
 def gather(value: Any, world: World) -> list[Any]:
-    """Collect one picklable object from every rank, in the group's order; two all-gathers."""
+    """Collect one picklable object from every rank, in the group's order; two all-gathers.
+
+    Raises:
+        RuntimeError: As ``Work.wait``.
+    """
     if world.process_group is None:
         return [value]
     values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.process_group)
+    try:
+        dist.all_gather_object(values, value, group=world.process_group)
+    except RuntimeError as error:
+        raise RuntimeError(roll_call.explain(error, world, _DETAILS)) from error
     return values

@@ -17,12 +17,13 @@ PATIENCE = 5.0
 _PAUSE = 0.1
 
 
-def explain(error: BaseException, world: World) -> str:
+def explain(error: BaseException, world: World, what: str) -> str:
     """Describe a failed collective: which ranks did not take part, as far as can be told.
 
     Args:
         error: What the backend has said.
         world: Who should have taken part.
+        what: In which collective.
     """
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     missing = _missing(world)
@@ -37,7 +38,7 @@ def explain(error: BaseException, world: World) -> str:
         )
     else:
         who = "every rank has made the call, so the network, or a time-out too short, is to blame"
-    return f"the all-reduce of the gradients' norm failed: {who}. The backend said: {said}"
+    return f"{what} failed: {who}. The backend said: {said}"
 
 
 def _missing(world: World) -> list[int] | None:

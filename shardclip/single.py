@@ -30,12 +30,14 @@ def measure_once(
     *,
     strict: bool = False,
     max_norm: float = math.inf,
+    limit: str = "max_norm",
     numbers: Sequence[int] | None = None,
     exact: bool = False,
 ) -> tuple[Measured, float | Tensor]:
     """Plan, sum, reduce and judge; return the measurement and the coefficient.
 
-    The coefficient is a number where reading it costs nothing, else a tensor.
+    The coefficient is a number where reading it costs nothing, else a tensor. ``norm_type`` and
+    ``max_norm``, which the caller knows by the name ``limit``, must be alike on all ranks.
     """
     previous = _pending.pop(world.ranks, None)
     if previous is not None:
@@ -57,7 +59,8 @@ def measure_once(
         made.build = builder(lanes.window)
     # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
     reads = strict or made.proves or bool(made.problems) or not made.seats
-    found = measure(made, grads, p, world, strict=strict, reads=reads)
+    settings = {"norm_type": p, limit: max_norm}
+    found = measure(made, grads, p, world, strict=strict, reads=reads, settings=settings)
     deferred = verdict.pass_verdict(found, world)
     for about, message in made.notices:
         warn_once(about, message)

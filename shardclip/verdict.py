@@ -59,7 +59,7 @@ def raise_told(told: list[tuple[int, list[tuple[str, str]]]]) -> None:
     kinds = {kind for _, problems in told for kind, _ in problems}
     lines = [f"{text} (rank {rank})" for rank, problems in told for _, text in problems]
     if lines:
-        raise (TypeError if kinds == {"TypeError"} else ValueError)(_few(lines))
+        raise (TypeError if kinds == {"TypeError"} else ValueError)(few(lines))
 
 
 def raise_settings(measured: Measured, world: World) -> None:
@@ -97,7 +97,7 @@ def raise_nonfinite(measured: Measured, world: World) -> None:
         NonFiniteGradientError: Always.
     """
     lines = [str(found) for found in inspection.nonfinite(measured, world)]
-    what = _few(lines) if lines else "the sum of the gradients' powers overflows float64"
+    what = few(lines) if lines else "the sum of the gradients' powers overflows float64"
     raise NonFiniteGradientError(
         f"the total norm is non-finite ({float(measured.total_norm)}): NaN or infinity in {what}. "
         "No gradient was changed"
@@ -126,7 +126,7 @@ def raise_drift(measured: Measured, world: World, warn: bool) -> None:
     lanes = measured.plan.lanes
     if not lanes.drift or not drift.found(measured.payload[lanes.bits]):
         return
-    text = f"copies are not the same bit for bit: {_few(inspection.drifted(measured, world))}"
+    text = f"copies are not the same bit for bit: {few(inspection.drifted(measured, world))}"
     if not warn:
         raise ReplicaMismatchError(f"{text}. No gradient was changed")
     measured.notes.append(text)  # a warning may be an error: not before the step is through
@@ -150,7 +150,7 @@ def raise_mismatch(measured: Measured, world: World) -> None:
     lines = _differences([entry for entries in told for entry in entries], float(size))
     if lines:
         raise ReplicaMismatchError(
-            f"gradients that should be copies are none: {_few(lines)}. {_MEND}"
+            f"gradients that should be copies are none: {few(lines)}. {_MEND}"
         )
 
 
@@ -213,7 +213,8 @@ def _odd_ones(entry: _Held, held: list[_Held]) -> list[int]:
     return [entry.rank]
 
 
-def _few(lines: list[str]) -> str:
+def few(lines: list[str]) -> str:
+    """Put the first eight into one sentence."""
     more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
     return "; ".join(lines[:8]) + more
 

@@ -1,6 +1,6 @@
 """From a framework's tensors to this rank's local tensor, and who owns what of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ _DTYPES = frozenset(
     }
 )
 """What can be summed and scaled; the 8-bit types cannot."""
+
+SHARED = "its elements share memory (an expanded tensor); give a .contiguous() one"
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
@@ -68,16 +70,10 @@ def check(tensor: object, gradient: bool = True) -> None:
         raise ValueError("it is on the meta device and has no values; materialize it first")
     if local.dtype not in _DTYPES:
         raise ValueError(f"it has dtype {local.dtype}, which has no norm; give floating point")
-    if local.layout == torch.strided and 0 in local.stride() and _repeats(local):
-        raise ValueError("its elements share memory (an expanded tensor); give a .contiguous() one")
+    if compat.shares_memory(local):
+        raise ValueError(SHARED)
     if compat.is_dtensor(tensor):
         dtensor.refuse_partial(*compat.mesh_and_placements(tensor))
-
-
-def _repeats(local: Tensor) -> bool:
-    """Whether some elements share memory."""
-    pairs = zip(local.stride(), local.shape, strict=True)
-    return any(step == 0 and size > 1 for step, size in pairs)
 
 
 def place(source: Source, tensor: Tensor, layout: Layout, rank: int) -> tuple[Place | None, bool]:
@@ -111,19 +107,36 @@ def _declared(source: Source, tensor: Tensor, layout: Layout) -> Any:
     return None if compat.is_dtensor(tensor) else layout
 
 
-def global_index(grad: Tensor, index: int) -> tuple[int, ...]:
+def global_index(source: Source, grad: Any, index: int) -> tuple[int, ...]:
     """Find an element of a local gradient in the whole one.
 
     Args:
-        grad: The gradient; of a plain one its own index is given.
-        index: Of the element in the local part, flat, in logical order.
+        source: Whose gradient.
+        grad: The gradient; of a plain one whose place is not known its own index is given.
+        index: Of the element among the local values, flat, in logical order.
     """
-    shape = compat.local_tensor(grad).shape
-    offsets = compat.global_offset(grad) if compat.is_dtensor(grad) else (0,) * len(shape)
+    if source.begins is not None:
+        start, shape = source.begins
+        return _unflat(start + index, shape)
+    local = compat.local_tensor(grad)
+    if local.layout == torch.sparse_coo:
+        local = local.coalesce()
+        row, *rest = _unflat(index, local.values().shape)
+        return (*local.indices()[:, row].tolist(), *rest)
+    if local.layout != torch.strided:
+        return (index,)
+    places = _unflat(index, local.shape)
+    if not compat.is_dtensor(grad):
+        return places
+    return tuple(map(sum, zip(places, compat.global_offset(grad), strict=True)))
+
+
+def _unflat(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Turn a flat index into one for each dim."""
     out = []
-    for size, offset in zip(reversed(shape), reversed(offsets), strict=True):
+    for size in reversed(shape):
         index, place = divmod(index, size)
-        out.append(place + offset)
+        out.append(place)
     return tuple(reversed(out))
 
 
@@ -152,6 +165,7 @@ def storage(local: Tensor) -> Tensor:
 
 
 __all__ = [
+    "SHARED",
     "Read",
     "check",
     "global_index",

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardclip import GradClipper, ReplicaMismatchError, get_total_norm, global_norm, overlap
 from tests.ranks import on_ranks, raised_everywhere
 from tests.ranks.clippers import counted, shard
-from tests.ranks.tensors import exact_norm, mesh_of, parameter, sharded
+from tests.ranks.tensors import exact_norm, local_of, mesh_of, parameter, sharded
 from tests.ranks.unsharded import assert_norm
 
 R, S0 = Replicate(), Shard(0)
@@ -72,6 +72,22 @@ def test_a_gradient_that_shares_its_memory_in_a_later_step():
     counted(clipper)
     made.grad = torch.ones(4, 1).expand(4, 3) if dist.get_rank() else torch.ones(4, 3)
     raised_everywhere(clipper.clip_, ValueError, "share memory", "rank 1")
+
+
+@pytest.mark.parametrize("beside", ["dense", "sparse"])
+@on_ranks(2)
+def test_a_dtensor_whose_local_part_shares_its_memory_in_a_later_step(beside):
+    made, other = shard([[3.0] * 3, [4.0] * 3]), parameter(torch.ones(4))
+    if beside == "sparse":
+        other.grad = torch.ones(4).to_sparse()
+    clipper = GradClipper([("w", made), ("other", other)], 0.1)
+    for _ in range(2):
+        counted(clipper)
+    whole = torch.ones(1, 1) if dist.get_rank() else torch.ones(1, 3)
+    known = {"shape": made.shape, "stride": made.stride(), "run_check": False}  # the same spec
+    made.grad = DTensor.from_local(whole.expand(1, 3), mesh_of(2), [S0], **known)
+    raised_everywhere(clipper.clip_, ValueError, "w: .*share memory", "rank 1")
+    assert local_of(made.grad).tolist() == [[1.0] * 3]
 
 
 class _Unknown(torch.Tensor):

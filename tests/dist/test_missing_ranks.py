@@ -3,6 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -23,12 +24,18 @@ def _rank(rank: int, folder: str, how: str) -> None:
     )
     made = torch.nn.Parameter(torch.ones(3))
     made.grad = torch.ones(3)
-    clipper = GradClipper([("w", made)], 1.0)
+    named = [("w", made)]
+    clipper = GradClipper(named, 1.0)
     clipper.clip_()
+    calls = {
+        "clipper": clipper.clip_,
+        "function": lambda: clip_grad_norm_([made], 1.0),
+        "building": lambda: GradClipper(named, 1.0),
+    }
     said = "did not call"
     if rank != 1:
         try:
-            clipper.clip_() if how == "clipper" else clip_grad_norm_([made], 1.0)
+            calls[how]()
             said = "nothing raised"
         except RuntimeError as error:
             said = str(error)
@@ -51,7 +58,8 @@ def test_the_missing_rank_is_named(tmp_path):
         assert "The backend said:" in said[rank]
 
 
-def test_by_the_functions_too(tmp_path):
-    said = _told(tmp_path, "function")
+@pytest.mark.parametrize("how", ["function", "building"])
+def test_by_the_functions_and_while_one_is_built_too(tmp_path, how):
+    said = _told(tmp_path, how)
     for rank in (0, 2):
         assert "rank(s) 1 of 3 did not take part" in said[rank], said[rank]

@@ -5,14 +5,18 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardclip import GradClipper, NonFiniteGradientError
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
-from tests.ranks.clippers import counted, shard
+from tests.ranks.clippers import counted, here, shard
 from tests.ranks.tensors import local_of, mesh_of, parameter, sharded
+from tests.ranks.warned import recorded
 
+CPU = torch.device("cpu")
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 STRIDED = _StridedShard(0, split_factor=2)
 PLACEMENTS = [(S0, S1), (S1, S0), (S0, S0), (STRIDED, S0), (R, S0), (S1, R)]
@@ -58,10 +62,74 @@ def test_uneven_shards_on_two_ranks():
     assert result.skipped
 
 
+class _Weighted(nn.Module):
+    """Its gradients are 1, 2, 3, ... in their order: each element tells its index."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(5, 7))
+        self.b = nn.Parameter(torch.zeros(3, 2, 4))
+
+    def forward(self, x):
+        held = (self.a, self.b)
+        return sum((p * torch.arange(1.0, p.numel() + 1).view(p.shape)).sum() for p in held) * x
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("original", [True, False])
 @on_ranks(2)
-def test_copies_are_counted_once():
+def test_the_place_in_a_parameter_that_fsdp1_has_cut(original, strategy):
+    with recorded():  # torch warns of FSDP1
+        model = FullyShardedDataParallel(
+            _Weighted(), use_orig_params=original, sharding_strategy=strategy, device_id=CPU
+        )
+    clipper = GradClipper(model, 1.0, nonfinite="skip")
+    for number, element in ((1, 1), (1, 24), (0, 3), (0, 19), (0, 35)):
+        model.zero_grad()
+        model(torch.ones(())).backward()
+        flat = model._handle.flat_param
+        spans = [source.span for source in clipper._collector.sources]
+        found = flat._params[number].grad if original else flat.grad.view(-1)[slice(*spans[number])]
+        if found is not None:
+            found[found == element] = math.nan
+        (told,) = clipper.clip_().nonfinite
+        whole = (5, 7) if number == 0 else (3, 2, 4)
+        assert told.name == "ab"[number]
+        assert told.first == tuple(map(int, torch.unravel_index(torch.tensor(element - 1), whole)))
+        assert told.part_of is None
+
+
+@on_ranks(2)
+def test_the_place_in_a_sparse_gradient():
+    table = nn.Embedding(10, 3, sparse=True)
+    table(torch.tensor([7, 2, 7])).sum().backward()
+    table.weight.grad._values()[2, 1] = math.nan
+    (found,) = GradClipper(table, 1.0, nonfinite="skip").clip_().nonfinite
+    assert (found.first, found.part_of) == ((7, 1), None)
+
+
+@on_ranks(2)
+def test_the_place_in_a_plain_shard_is_told_with_its_rank():
+    made = parameter(torch.tensor(here([1.0, 1.0, math.nan], [math.inf, 1.0])))
+    clipper = GradClipper([("w", made)], 1.0, layout=(mesh_of(2), [S0]), nonfinite="raise")
+    said = raised_everywhere(clipper.clip_, NonFiniteGradientError, "1 NaN, 1 infinite")
+    assert "first at [2] of rank 0's part" in said
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@on_ranks(2)
+def test_copies_that_a_layout_declares_have_their_own_places(p):
+    made = parameter(torch.tensor([[1.0, math.nan], [2.0, 3.0]]))
+    clipper = GradClipper([("w", made)], 1.0, p, layout=(mesh_of(2), [R]), nonfinite="skip")
+    (found,) = clipper.clip_().nonfinite
+    assert (found.first, found.part_of) == ((0, 1), None)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+@on_ranks(2)
+def test_copies_are_counted_once(p):
     bad = parameter(torch.tensor([1.0, math.nan, 2.0]))
-    clipper = GradClipper([("w", bad)], 1.0, nonfinite="skip")
+    clipper = GradClipper([("w", bad)], 1.0, p, nonfinite="skip")
     (found,) = clipper.clip_().nonfinite
     assert (found.ranks, found.nan, found.first) == ((0, 1), 1, (1,))
 

@@ -54,7 +54,7 @@ def test_settings_that_differ_are_seen(values, maximum):
     lanes = Lanes(slots=0, ranks=0 if maximum else 3, checks=True)
     told = []
     for rank, value in enumerate(values):
-        flags = Flags(1, 1, 0, 0, **lanes.settings(value, World((0, 1, 2), rank)))
+        flags = Flags(1, 1, 0, 0, **lanes.settings(value, World((0, 1, 2), rank), maximum))
         told.append(torch.tensor(lanes.say(flags), dtype=torch.float64))
     reduced = torch.stack(told).amax(0) if maximum else torch.stack(told).sum(0)
     found = heard(lanes, reduced)
@@ -63,6 +63,19 @@ def test_settings_that_differ_are_seen(values, maximum):
     payload = lanes.pack(torch.device("cpu"), None, Flags())
     payload[lanes.flags] = reduced
     assert bool(lanes.failed(payload)) is found.differ
+
+
+@pytest.mark.parametrize("combined", [torch.sum, torch.amax])
+@pytest.mark.parametrize("maximum", [(True, False), (False, True), (False, True, True)])
+def test_ranks_that_sum_and_ranks_that_take_the_maximum_see_it(maximum, combined):
+    """A backend may do either with a lane; each rank's setting is another, as its p is."""
+    world = tuple(range(len(maximum)))
+    lanes = Lanes(slots=0, checks=True)
+    told = []
+    for rank, how in enumerate(maximum):
+        flags = Flags(**lanes.settings(fingerprints.of(how), World(world, rank), how))
+        told.append(torch.tensor(lanes.say(flags), dtype=torch.float64))
+    assert heard(lanes, combined(torch.stack(told), 0)).differ
 
 
 def test_any_two_sets_of_ranks_are_told_apart():
