@@ -14,7 +14,8 @@ from . import compat, reduce, verdict
 from ._version import __version__
 from .gradients import Source
 from .inspection import listed
-from .plan import Planner, problem
+from .plan import problem
+from .planner import Planner
 from .world import World
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots

@@ -19,7 +19,6 @@ from . import (
     loss_scaling,
     norm,
     optimizers,
-    plan,
     reduce,
     thresholds,
     verdict,
@@ -35,6 +34,7 @@ from .notices import warn_once
 from .param_groups import grouped
 from .payload import Lanes
 from .pending import Begun, Judged, Pending
+from .planner import Planner
 from .record import Record
 from .reduce import Group
 from .result import ClipResult
@@ -159,7 +159,7 @@ class GradClipper(FromFrameworks):
         self._world = reduce.resolve(group)
         if exact:
             exactness.check(self.norm_type, self._world)
-        planner = plan.Planner(self._world, layout)
+        planner = Planner(self._world, layout)
         self._deferred: verdict.Deferred | None = None
         self.param_groups, sources, problems = grouped(parameters, self._world)
         if not problems:

@@ -14,7 +14,8 @@ from .agreement import Agreement
 from .gradients import Source
 from .overlap import Overlap
 from .payload import Lanes
-from .plan import Plan, Planner
+from .plan import Plan
+from .planner import Planner
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from . import adapters, compat, exact, kernels, replicas
-from .drift import Drift
-from .gradients import Layout, Source
-from .ownership import Ownership, Shares, own, segment
+from . import adapters, compat, kernels, replicas
+from .gradients import Source
+from .ownership import Ownership, Shares, segment
 from .payload import Lanes
-from .world import World
+from .planner import Planner, Settled
+from .tables import Tables
 
 FUNCTION_LANES = Lanes(checks=True)
 """The functions plan anew in every call, so that their payload's length is a constant."""
@@ -109,147 +108,6 @@ class Plan:
         if self._tables is None:
             self._tables = Tables.of(self, parts, wholes, device)
         return self._tables
-
-
-@dataclass(frozen=True)
-class Tables:
-    """A plan's numbers as tensors.
-
-    Attributes:
-        kernel: Sums what this rank reads, bucket by bucket.
-        source: For each power lane that is added to, the bucket it takes.
-        target: That lane.
-        weights: The buckets' factors.
-        direct: The buckets' sums are the power lanes as they are.
-        proof: For the tensors that other ranks hold copies of, if there are any.
-        drift: For the same, bit for bit.
-    """
-
-    kernel: kernels.Kernel
-    source: Tensor
-    target: Tensor
-    weights: Tensor
-    direct: bool
-    proof: replicas.Proof | None
-    drift: Drift | None
-
-    def powers(self, sums: Tensor, maximum: bool, lanes: Lanes) -> Tensor:
-        """Spread the buckets' sums over the lanes of the powers, and their NaNs under a maximum."""
-        if self.direct:
-            return sums
-        if lanes.window is not None:  # the counts of what is not finite have no weight
-            rows = sums.new_zeros(lanes.powers.stop, lanes.window.lanes)
-            digits = sums[:, :-2] * self.weights.long().unsqueeze(1)
-            counted = torch.cat([digits, sums[:, -2:]], 1)[self.source]
-            return exact.carry(rows.index_add_(0, self.target, counted))
-        out = sums.new_zeros(lanes.nans.stop)
-        if maximum:
-            found = sums[self.source]
-            held = found.nan_to_num(0.0, torch.inf)
-            out[lanes.powers].scatter_reduce_(0, self.target, held, "amax")
-            out[lanes.nans].scatter_reduce_(0, self.target, found.isnan().double(), "amax")
-        else:
-            out.index_add_(0, self.target, (sums * self.weights)[self.source])
-        return out
-
-    @staticmethod
-    def of(
-        plan: Plan, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
-    ) -> Tables:
-        """Work them out for the payload's device."""
-        rows = [(b, bucket.group) for b, bucket in enumerate(plan.buckets)]
-        rows += [
-            (b, plan.lanes.groups + bucket.key)
-            for b, bucket in enumerate(plan.buckets)
-            if bucket.key is not None
-        ]
-        routes = compat.to_device(compat.on_host(rows, torch.int64), device)
-        weights = compat.on_host([bucket.weight for bucket in plan.buckets])
-        held = plan.copied(wholes)
-        copies = [seat.copy for seat in plan.seats if seat.copy is not None]
-        proof: replicas.Proof | None = None
-        drift: Drift | None = None
-        if held:
-            sizes = [compat.numbers_in(whole) for whole in held]
-            proof = replicas.Proof(copies, sizes, held[0].device)
-            drift = Drift(copies, held[0].device) if plan.lanes.drift else None
-        kernel = plan.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
-        whole = range(plan.lanes.nans.stop)
-        direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in plan.buckets)
-        weights = compat.to_device(weights, device)
-        return Tables(kernel, routes[:, 0], routes[:, 1], weights, direct, proof, drift)
-
-
-@dataclass(frozen=True)
-class Settled:
-    """Who holds a piece (None: not this rank), whether a layout said so, which ranks it knows."""
-
-    owned: Ownership | None
-    declared: bool
-    known: tuple[int, ...]
-
-
-class Planner:
-    """Works out ownership for this rank's sources, over one group of ranks."""
-
-    def __init__(self, world: World, layout: Layout) -> None:
-        self.world = world
-        self.layout = layout
-        self.having: Callable[[Source], frozenset[int] | None] = lambda source: None
-        self.group = frozenset(world.ranks)
-        self.everyone = tuple(sorted(world.ranks))
-        self._owned: dict[tuple[int, int], tuple[object, object, Ownership]] = {}
-        self._digests: dict[int, tuple[tuple[int, ...], int]] = {}
-        self._sets: dict[tuple[int, ...], tuple[int, ...]] = {self.everyone: self.everyone}
-
-    def settle_one(self, source: Source, tensor: Tensor) -> Settled:
-        """Tell who holds this rank's piece of a tensor.
-
-        Raises:
-            ValueError: The layout is wrong, or the group does not hold all of the tensor.
-        """
-        given = source.ownership
-        if given is not None:
-            if not self.group.issuperset(given.domain):
-                raise ValueError("its shards lie on ranks outside the group; pass a larger group")
-            owned = self._once(given, None, lambda: given)
-            return Settled(owned, False, owned.domain)
-        where, declared = adapters.place(source, tensor, self.layout, self.world.rank)
-        having = self.having(source)
-        if where is not None:
-            owned = self._once(where, having, lambda: own(where, self.group, having))
-            return Settled(owned, declared, where.root)
-        if declared and not compat.is_dtensor(tensor) and tensor.numel():
-            raise ValueError("layout gives it a mesh that this rank is not on, but it is here")
-        if declared or compat.is_dtensor(tensor):
-            return Settled(None, declared, ())
-        owned = self._once(self, having, lambda: self._plain(having))
-        return Settled(owned, False, self.everyone)
-
-    def _once(self, what: object, having: object, work_out: Callable[[], Ownership]) -> Ownership:
-        """Work an ownership out once for each place and set of ranks, compared by identity.
-
-        Equal sets become one object, so that thousands of ranks need not be compared.
-        """
-        key = id(what), id(having)
-        if key not in self._owned:
-            owned = work_out()
-            domain = self._sets.setdefault(owned.domain, owned.domain)
-            holders = self._sets.setdefault(owned.holders, owned.holders)
-            self._owned[key] = what, having, replace(owned, domain=domain, holders=holders)
-        return self._owned[key][-1]
-
-    def _plain(self, having: frozenset[int] | None) -> Ownership:
-        holders = self.everyone
-        if having is not None:
-            holders = tuple(sorted(self.group & (having | {self.world.rank})))
-        return Ownership(holders, holders, split=False)
-
-    def digest(self, domain: tuple[int, ...]) -> int:
-        """Return a number for a set of ranks, the same on every rank; 0 for the whole group."""
-        if id(domain) not in self._digests:
-            self._digests[id(domain)] = domain, zlib.crc32(repr(domain).encode())
-        return 0 if domain is self.everyone else self._digests[id(domain)][1]
 
 
 def make(

@@ -14,6 +14,7 @@ from .gradients import Layout, Source
 from .measure import Measured, measure
 from .notices import warn_once
 from .payload import Lanes
+from .planner import Planner
 from .world import World
 
 _SLOTS_EXACT = 64  # each of their lanes takes many integers
@@ -47,7 +48,7 @@ def measure_once(
         lanes = replace(lanes, slots=min(lanes.slots, _SLOTS_EXACT), window=DOUBLE)
     pairs = list(zip(sources, grads, strict=True))
     made = plan.make(
-        plan.Planner(world, layout),
+        Planner(world, layout),
         pairs,
         lanes,
         numbers=numbers,

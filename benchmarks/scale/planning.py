@@ -28,6 +28,7 @@ from shardclip import plan
 from shardclip.gradients import of_iterable
 from shardclip.ownership import segment
 from shardclip.plan import Plan, Seat
+from shardclip.planner import Planner
 from shardclip.world import World
 
 from .replay import AXES, EnoughError, Layout, Replay
@@ -154,7 +155,7 @@ def _replicas(layout: Layout) -> list[int]:
 def _plan_on(
     rank: int, layout: Layout, held: Sequence[tuple[str, nn.Parameter]], grads: Sequence[Tensor]
 ) -> Plan:
-    planner = plan.Planner(World(tuple(range(layout.ranks)), rank), None)
+    planner = Planner(World(tuple(range(layout.ranks)), rank), None)
     pairs = list(zip(of_iterable(held), grads, strict=True))
     made = plan.make(planner, pairs, plan.FUNCTION_LANES, spread=True)
     if made.problems:

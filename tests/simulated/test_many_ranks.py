@@ -15,6 +15,7 @@ from shardclip.gradients import Source
 from shardclip.norm import is_maximum
 from shardclip.ownership import Mesh, own, pieces_of, place
 from shardclip.payload import Flags
+from shardclip.planner import Planner
 from shardclip.world import World
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def step(mesh: Mesh, tensors, p: float, spoil=None) -> measure.Measured:
             owned = own(where, frozenset(mesh.ranks))
             pairs.append((Source(f"t{index}", full, ownership=owned), local))
         made = plan.make(
-            plan.Planner(world, None),
+            Planner(world, None),
             pairs,
             plan.FUNCTION_LANES,
             spread=True,
@@ -132,7 +133,7 @@ def test_three_copies_of_a_tensor_that_each_rank_reads_in_full_count_once():
     tensors = torch.full((7,), 3.0)
     payloads = []
     for rank in range(3):
-        planner = plan.Planner(World((0, 1, 2), rank), None)
+        planner = Planner(World((0, 1, 2), rank), None)
         made = plan.make(planner, [(Source("t", tensors), tensors)], plan.FUNCTION_LANES)
         parts, wholes = plan.readings(made, [tensors])
         payloads.append(measure.fill(made, parts, wholes, wholes, 0.0, CPU, Flags())[0])

@@ -1,0 +1,86 @@
+"""A plan's numbers as tensors, worked out once and kept on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import compat, exact, kernels, replicas
+from .drift import Drift
+from .payload import Lanes
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A plan's numbers as tensors.
+
+    Attributes:
+        kernel: Sums what this rank reads, bucket by bucket.
+        source: For each power lane that is added to, the bucket it takes.
+        target: That lane.
+        weights: The buckets' factors.
+        direct: The buckets' sums are the power lanes as they are.
+        proof: For the tensors that other ranks hold copies of, if there are any.
+        drift: For the same, bit for bit.
+    """
+
+    kernel: kernels.Kernel
+    source: Tensor
+    target: Tensor
+    weights: Tensor
+    direct: bool
+    proof: replicas.Proof | None
+    drift: Drift | None
+
+    def powers(self, sums: Tensor, maximum: bool, lanes: Lanes) -> Tensor:
+        """Spread the buckets' sums over the lanes of the powers, and their NaNs under a maximum."""
+        if self.direct:
+            return sums
+        if lanes.window is not None:  # the counts of what is not finite have no weight
+            rows = sums.new_zeros(lanes.powers.stop, lanes.window.lanes)
+            digits = sums[:, :-2] * self.weights.long().unsqueeze(1)
+            counted = torch.cat([digits, sums[:, -2:]], 1)[self.source]
+            return exact.carry(rows.index_add_(0, self.target, counted))
+        out = sums.new_zeros(lanes.nans.stop)
+        if maximum:
+            found = sums[self.source]
+            held = found.nan_to_num(0.0, torch.inf)
+            out[lanes.powers].scatter_reduce_(0, self.target, held, "amax")
+            out[lanes.nans].scatter_reduce_(0, self.target, found.isnan().double(), "amax")
+        else:
+            out.index_add_(0, self.target, (sums * self.weights)[self.source])
+        return out
+
+    @staticmethod
+    def of(
+        plan: Plan, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
+    ) -> Tables:
+        """Work them out for the payload's device."""
+        rows = [(b, bucket.group) for b, bucket in enumerate(plan.buckets)]
+        rows += [
+            (b, plan.lanes.groups + bucket.key)
+            for b, bucket in enumerate(plan.buckets)
+            if bucket.key is not None
+        ]
+        routes = compat.to_device(compat.on_host(rows, torch.int64), device)
+        weights = compat.on_host([bucket.weight for bucket in plan.buckets])
+        held = plan.copied(wholes)
+        copies = [seat.copy for seat in plan.seats if seat.copy is not None]
+        proof: replicas.Proof | None = None
+        drift: Drift | None = None
+        if held:
+            sizes = [compat.numbers_in(whole) for whole in held]
+            proof = replicas.Proof(copies, sizes, held[0].device)
+            drift = Drift(copies, held[0].device) if plan.lanes.drift else None
+        kernel = plan.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
+        whole = range(plan.lanes.nans.stop)
+        direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in plan.buckets)
+        weights = compat.to_device(weights, device)
+        return Tables(kernel, routes[:, 0], routes[:, 1], weights, direct, proof, drift)
