@@ -33,7 +33,8 @@ def train(out, *more, code=0, **environ):
 
 def metrics(out):
     runs = [read(out / f"{name}.jsonl") for name in ("unclipped", "clipped")]
-    return [replace(step, time=0.0) for run in runs for step in run.steps]
+    steps = [step for run in runs for step in run.steps]
+    return [replace(step, time=0.0, sums=step.sums | {"stop": 0.0}) for step in steps]
 
 
 def lines(out, run):
