@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lm_report import Record
 from torch import nn
+
+from shardclip import GradClipper
 
 
 @dataclass
@@ -24,14 +25,14 @@ class Progress:
     Attributes:
         run: The run that is trained now.
         step: Its steps that are done.
-        records: Of every step of every run so far.
         validation: Run -> loss on text that was not trained on, for the runs that are done.
+        errors: Run -> how far its norm was from the gathered gradients', at most.
     """
 
     run: str
     step: int = 0
-    records: list[Record] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -78,7 +79,9 @@ class Checkpoints:
                 "or remove that directory, or give another --checkpoint"
             )
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, clipper: GradClipper
+    ) -> None:
         """Load the checkpoint whose progress was returned."""
         # These take as long to import as torch; most runs need none of them.
         from torch.distributed.checkpoint import state_dict_loader  # noqa: PLC0415
@@ -89,18 +92,24 @@ class Checkpoints:
 
         assert self._name is not None
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
+        state = {"model": weights, "optimizer": moments, "clipper": clipper}
         state_dict_loader.load(state, checkpoint_id=self.directory / self._name)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
-    def save(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(
+        self,
+        progress: Progress,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clipper: GradClipper,
+    ) -> None:
         """Save, then forget the checkpoint before; every rank must call."""
         from torch.distributed.checkpoint import state_dict_saver  # noqa: PLC0415
         from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415
 
         former, self._name = self._name, f"{progress.run}-{progress.step}"
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
+        state = {"model": weights, "optimizer": moments, "clipper": clipper}
         state_dict_saver.save(state, checkpoint_id=self.directory / self._name)
         if dist.get_rank() == 0:
             self._point(progress)

@@ -1,16 +1,17 @@
-"""What a person sees of a training run: progress, the metrics file and the table at the end."""
+"""What a person sees of a training run: progress, and the table at the end."""
 
-import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, TextIO
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-Record = dict[str, Any]
+from shardclip.outcome import Outcome
+from shardclip.run_file import Run
+
 WIDTH = 79  # one column is left free, so that no terminal of 80 wraps
 
 
@@ -51,12 +52,17 @@ class ProgressBar:
                 bar_format="{desc} |{bar}| {remaining}",
             )
 
-    def update(self, record: Record) -> None:
-        """Show one step's record."""
+    def update(self, step: Outcome, loss: float) -> None:
+        """Show one step.
+
+        Args:
+            step: What the clipper found and did.
+            loss: The mean over all ranks.
+        """
         self._done += 1
         text = (
-            f"{self._title:<9} {self._done:>4}/{self._steps}  loss {record['loss']:.3f}"
-            f"  norm {record['total_norm']:<6.3g}  coef {record['clip_coef']:.3f}"
+            f"{self._title:<9} {self._done:>4}/{self._steps}  loss {loss:.3f}"
+            f"  norm {step.total_norm:<6.3g}  coef {step.clip_coef:.3f}"
         )
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=False)
@@ -77,77 +83,58 @@ class ProgressBar:
             self._bar.close()
 
 
-def write_metrics(path: Path, records: Sequence[Record]) -> None:
-    """Write one JSON object a line; a number that is not finite becomes null, as JSON has none."""
-    with path.open("w", encoding="utf-8") as file:
-        for record in records:
-            finite = {key: _finite_or_none(value) for key, value in record.items()}
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+def losses(run: Run) -> list[float]:
+    """Return each step's loss, the mean over the ranks, which travelled as their sum."""
+    ranks: int = run.meta["ranks"]
+    return [step.sums["loss"] / ranks for step in run.steps]
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """Read what `write_metrics` wrote; a null becomes NaN again."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [
-        {key: math.nan if value is None else value for key, value in json.loads(line).items()}
-        for line in lines
-    ]
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def split_runs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Sort records by their run, in the order in which the runs appear."""
-    runs: dict[str, list[Record]] = {}
-    for record in records:
-        runs.setdefault(record["run"], []).append(record)
-    return runs
-
-
-def table(records: Sequence[Record], max_norm: float, validation: dict[str, float]) -> str:
+def table(
+    runs: Sequence[Run], max_norm: float, validation: dict[str, float], errors: dict[str, float]
+) -> str:
     """Compare the runs in one table, a column for each.
 
     Args:
-        records: Every step of every run.
+        runs: What their clippers recorded.
         max_norm: The threshold of the clipped run.
         validation: Run -> loss on text that was not trained on, in nats a byte.
+        errors: Run -> how far its norm was from the gathered gradients', at most.
     """
-    runs = split_runs(records)
-    last = max(1, min(len(run) for run in runs.values()) // 10)
-    rows: list[tuple[str, Callable[[str, list[Record]], str]]] = [
+    last = max(1, min(len(run.steps) for run in runs) // 10)
+    rows: list[tuple[str, Callable[[Run], str]]] = [
         (
             f"training loss, last {last} steps",
-            lambda _, run: f"{statistics.fmean(step['loss'] for step in run[-last:]):.3f}",
+            lambda run: f"{statistics.fmean(losses(run)[-last:]):.3f}",
         ),
-        ("validation loss, held-out files", lambda name, _: f"{validation[name]:.3f}"),
-        ("  in bits a byte", lambda name, _: f"{validation[name] / math.log(2):.3f}"),
-        ("largest norm", lambda _, run: f"{max(step['total_norm'] for step in run):.2f}"),
+        ("validation loss, held-out files", lambda run: f"{validation[run.name]:.3f}"),
+        ("  in bits a byte", lambda run: f"{validation[run.name] / math.log(2):.3f}"),
+        ("largest norm", lambda run: f"{max(step.total_norm for step in run.steps):.2f}"),
         (
             "largest norm that reached AdamW",
-            lambda _, run: f"{max(step['clipped_norm'] for step in run):.2f}",
+            lambda run: f"{max(step.clipped_norm for step in run.steps):.2f}",
         ),
         (
             f"steps with a norm above {max_norm:g}",
-            lambda _, run: f"{_share(step['total_norm'] > max_norm for step in run):.0%}",
+            lambda run: f"{_share(step.total_norm > max_norm for step in run.steps):.0%}",
         ),
-        ("steps clipped", lambda _, run: f"{_share(step['clipped'] for step in run):.0%}"),
+        ("steps clipped", lambda run: f"{_share(step.clipped for step in run.steps):.0%}"),
         (
             "norm against the gathered gradients",
-            lambda _, run: f"{max(step.get('norm_error', 0.0) for step in run):.0e} off",
+            lambda run: f"{errors[run.name]:.0e} off" if run.name in errors else "not checked",
         ),
-        (
-            "seconds a step, median",
-            lambda _, run: f"{statistics.median(step['seconds'] for step in run):.3f}",
-        ),
+        ("seconds a step, median", _seconds),
     ]
-    lines = [f"{'':<38}" + "".join(f"{name:>18}" for name in runs)]
+    lines = [f"{'':<38}" + "".join(f"{run.name:>18}" for run in runs)]
     lines.append("-" * len(lines[0]))
     for label, cell in rows:
-        lines.append(f"{label:<38}" + "".join(f"{cell(*run):>18}" for run in runs.items()))
+        lines.append(f"{label:<38}" + "".join(f"{cell(run):>18}" for run in runs))
     return "\n".join(lines)
 
 
-def _share(flags: Any) -> float:
-    return statistics.fmean(float(flag) for flag in flags)
+def _seconds(run: Run) -> str:
+    times = [after.time - before.time for before, after in pairwise(run.steps)]
+    return f"{statistics.median(times):.3f}" if times else ""
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return statistics.fmean(map(float, flags))

@@ -1,16 +1,18 @@
 """Draw the runs of `train_lm.py`: loss, norm before and after clipping, share of clipped steps.
 
-As a script it draws again from a metrics file:
+As a script it draws again from what was recorded:
 
-    python examples/plot_training.py runs/demo/metrics.jsonl --max-norm 0.5
+    python examples/plot_training.py runs/demo/unclipped.jsonl runs/demo/clipped.jsonl
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lm_report import Record, read_metrics, split_runs
+from lm_report import losses
+
+from shardclip.run_file import Run, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,11 +22,11 @@ AFTER, THRESHOLD = "#0b2545", "#666666"
 WINDOW = 20  # steps
 
 
-def draw(records: Sequence[Record], max_norm: float, path: Path) -> None:
-    """Draw every run in `records` into the picture `path`.
+def draw(runs: Sequence[Run], max_norm: float, path: Path) -> None:
+    """Draw runs into the picture `path`.
 
     Args:
-        records: One a step, of every run.
+        runs: What their clippers recorded.
         max_norm: The threshold of the clipped run.
         path: The PNG file to write.
     """
@@ -36,10 +38,10 @@ def draw(records: Sequence[Record], max_norm: float, path: Path) -> None:
     figure, axes = plt.subplots(
         3, 1, figsize=(9, 9.5), sharex=True, height_ratios=(3, 3, 1.8), layout="constrained"
     )
-    for colour, (name, run) in zip(COLOURS, split_runs(records).items(), strict=False):
-        _draw_loss(axes[0], name, run, colour)
-        _draw_norms(axes[1], name, run, colour)
-        _draw_share(axes[2], name, run, colour, max_norm)
+    for colour, run in zip(COLOURS, runs, strict=False):
+        _draw_loss(axes[0], run, colour)
+        _draw_norms(axes[1], run, colour)
+        _draw_share(axes[2], run, colour, max_norm)
     axes[1].axhline(
         max_norm, color=THRESHOLD, linestyle="--", linewidth=1.2, label=f"max_norm {max_norm:g}"
     )
@@ -59,40 +61,38 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return averages
 
 
-def _column(run: Sequence[Record], key: str) -> list[Any]:
-    return [record[key] for record in run]
+def _numbers(run: Run) -> list[int]:
+    return [step.step for step in run.steps]
 
 
-def _draw_loss(axes: "Axes", name: str, run: Sequence[Record], colour: str) -> None:
-    steps, loss = _column(run, "step"), _column(run, "loss")
-    axes.plot(steps, loss, color=colour, alpha=0.35, linewidth=0.8)
-    axes.plot(
-        steps, smooth(loss), color=colour, linewidth=1.9, label=f"{name}, mean of {WINDOW} steps"
-    )
+def _draw_loss(axes: "Axes", run: Run, colour: str) -> None:
+    loss, label = losses(run), f"{run.name}, mean of {WINDOW} steps"
+    axes.plot(_numbers(run), loss, color=colour, alpha=0.35, linewidth=0.8)
+    axes.plot(_numbers(run), smooth(loss), color=colour, linewidth=1.9, label=label)
 
 
-def _draw_norms(axes: "Axes", name: str, run: Sequence[Record], colour: str) -> None:
-    steps = _column(run, "step")
-    axes.plot(steps, _column(run, "total_norm"), color=colour, linewidth=1.0, label=name)
+def _draw_norms(axes: "Axes", run: Run, colour: str) -> None:
+    before = [step.total_norm for step in run.steps]
+    axes.plot(_numbers(run), before, color=colour, linewidth=1.0, label=run.name)
     if _was_clipped(run):
-        after = _column(run, "clipped_norm")
-        axes.plot(steps, after, color=AFTER, linewidth=1.4, label=f"{name}, after clipping")
+        after = [step.clipped_norm for step in run.steps]
+        label = f"{run.name}, after clipping"
+        axes.plot(_numbers(run), after, color=AFTER, linewidth=1.4, label=label)
 
 
-def _draw_share(
-    axes: "Axes", name: str, run: Sequence[Record], colour: str, max_norm: float
-) -> None:
+def _draw_share(axes: "Axes", run: Run, colour: str, max_norm: float) -> None:
     if _was_clipped(run):
-        flags, style, label = _column(run, "clipped"), "-", f"{name}: steps clipped"
+        flags, style = [step.clipped for step in run.steps], "-"
+        label = f"{run.name}: steps clipped"
     else:
-        flags = [norm > max_norm for norm in _column(run, "total_norm")]
-        style, label = "--", f"{name}: steps above max_norm, left as they are"
+        flags, style = [step.total_norm > max_norm for step in run.steps], "--"
+        label = f"{run.name}: steps above max_norm, left as they are"
     share = smooth([100.0 * flag for flag in flags])
-    axes.plot(_column(run, "step"), share, style, color=colour, linewidth=1.6, label=label)
+    axes.plot(_numbers(run), share, style, color=colour, linewidth=1.6, label=label)
 
 
-def _was_clipped(run: Sequence[Record]) -> bool:
-    return any(record["clipped"] for record in run)
+def _was_clipped(run: Run) -> bool:
+    return any(step.clipped for step in run.steps)
 
 
 def _label(axes: Sequence["Axes"]) -> None:
@@ -121,12 +121,13 @@ def _label(axes: Sequence["Axes"]) -> None:
 
 
 def main() -> None:
-    """Draw a metrics file again."""
+    """Draw recorded runs again."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("metrics", type=Path)
-    parser.add_argument("--max-norm", type=float, default=0.5)
+    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN.jsonl")
     args = parser.parse_args()
-    draw(read_metrics(args.metrics), args.max_norm, args.metrics.with_name("training.png"))
+    runs = [read(path) for path in args.runs]
+    max_norm = min(step.max_norm for run in runs for step in run.steps)
+    draw(runs, max_norm, args.runs[0].with_name("training.png"))
 
 
 if __name__ == "__main__":

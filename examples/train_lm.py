@@ -9,8 +9,9 @@ Start it with `make demo`, or with any number of ranks on one host or many:
     python examples/train_lm.py
 
 Both runs start from the same weights and read the same batches at a learning rate that is hot
-enough to hurt. The metrics go to `runs/demo/metrics.jsonl`, the picture to
-`runs/demo/training.png`.
+enough to hurt. Every step's norms go to `runs/demo/unclipped.jsonl` and `clipped.jsonl`, which
+`shardclip plot`, `report` and `suggest` read; a picture of both to `runs/demo/training.png`, the
+report to `runs/demo/report.html`.
 
 On a notice to stop (TERM or USR1 to any rank, or the launcher's stop file) all ranks end the same
 step, save, and exit 0; started again, they go on at the next step with the same losses as a
@@ -19,7 +20,6 @@ training that was never stopped.
 
 import argparse
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from lm_checkpoint import Checkpoints, Progress
 from lm_data import load_corpus, windows
 from lm_model import ByteLM, Shape
-from lm_report import ProgressBar, Record, table, write_metrics
+from lm_report import ProgressBar, table
 from plot_training import draw
 from shardclip.launch import StopSignal, init_distributed
 from torch import Tensor
@@ -40,6 +40,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardclip
+from shardclip.logging import JsonLines
+from shardclip.run_file import read
 
 UNCLIPPED, CLIPPED = "unclipped", "clipped"
 VALIDATION_WINDOWS = 32  # a rank
@@ -76,7 +78,7 @@ class Trainee:
 
 
 def main() -> None:
-    """Train both runs, then write the metrics, the picture and the table on rank 0."""
+    """Train both runs, then write the picture, the report and the table on rank 0."""
     args = parse_args()
     stop = StopSignal()
     place = init_distributed(timeout=args.timeout)
@@ -95,10 +97,13 @@ def main() -> None:
         if progress.run != run:
             progress.run, progress.step = run, 0
         elif progress.step:
-            checkpoints.load(trainee.model, trainee.optimizer)
+            checkpoints.load(trainee.model, trainee.optimizer, trainee.clipper)
+        if place.rank == 0:
+            keep_record(trainee.clipper, progress, args)
         batches = islice(draw_batches(training, args, device), progress.step, None)
         if train(trainee, progress, batches, args, stop, checkpoints):
             break
+        trainee.clipper.record.close()
         progress.validation[run] = validate(trainee.model, held_out, args, device)
     else:
         if place.rank == 0:
@@ -120,8 +125,24 @@ def build(
     """Build what a run starts from, the same for both but for the threshold."""
     model = build_model(args.seed, device, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    clipper = shardclip.GradClipper(model, max_norm=max_norm, also=("loss", "stop"))
+    clipper = shardclip.GradClipper(model, max_norm=max_norm, norms="module", also=("loss", "stop"))
     return Trainee(model, optimizer, clipper)
+
+
+def keep_record(
+    clipper: shardclip.GradClipper, progress: Progress, args: argparse.Namespace
+) -> None:
+    """Write every step of a run to its file; one that goes on continues the file."""
+    path = run_path(args, progress.run)
+    if not progress.step:
+        path.unlink(missing_ok=True)  # an earlier training's
+    meta = {"ranks": dist.get_world_size(), "lr": args.lr}
+    clipper.record.send_to(JsonLines(path, meta=meta))
+
+
+def run_path(args: argparse.Namespace, run: str) -> Path:
+    """Return where a run's steps are written."""
+    return Path(args.out) / f"{run}.jsonl"
 
 
 def build_model(seed: int, device: torch.device, mesh: DeviceMesh) -> ByteLM:
@@ -162,28 +183,28 @@ def train(
 
     The notice to stop travels in the clipper's own all-reduce, so all ranks stop at one step.
     """
-    model, optimizer = trainee.model, trainee.optimizer
+    model, optimizer, clipper = trainee.model, trainee.optimizer, trainee.clipper
     bar = ProgressBar(progress.run, args.steps, progress.step, shown=dist.get_rank() == 0)
     stopped = False
     while progress.step < args.steps and not stopped:
-        start = time.perf_counter()
         loss = backward(model, next(batches))
         expected = gathered_norm(model) if is_checked(progress.step, args) else None
-        result = trainee.clipper.clip_(also={"loss": loss, "stop": stop.flag})
+        result = clipper.clip_(also={"loss": loss, "stop": stop.flag})
         optimizer.step()
         optimizer.zero_grad()
-        record = {"run": progress.run, "step": progress.step, **summarise(result)}
         if expected is not None:
-            record["norm_error"] = check(record["total_norm"], expected, progress.step, bar)
-        record["seconds"] = time.perf_counter() - start
-        progress.records.append(record)
+            error = check(float(result.total_norm), expected, progress.step, bar)
+            progress.errors[progress.run] = max(error, progress.errors.get(progress.run, 0.0))
         progress.step += 1
-        bar.update(record)
-        stopped = result.sums["stop"] > 0
+        sums = result.sums
+        bar.update(result.outcome, sums["loss"] / dist.get_world_size())
+        stopped = sums["stop"] > 0
         if stopped or (args.save_every and progress.step % args.save_every == 0):
-            checkpoints.save(progress, model, optimizer)
+            clipper.record.flush()  # no step is in the checkpoint and not in the file
+            checkpoints.save(progress, model, optimizer, clipper)
     if stopped:
-        stop.mark(len(progress.records))  # of both runs; the batch script tells it
+        # of both runs; the batch script tells it
+        stop.mark(len(progress.validation) * args.steps + progress.step)
         bar.note(f"stopped after step {progress.step}; the same command goes on from there")
     bar.close()
     return stopped
@@ -208,17 +229,6 @@ def backward(model: ByteLM, micro_batches: list[Tensor]) -> Tensor:
         loss.backward()
         total += loss.detach()
     return total
-
-
-def summarise(result: shardclip.ClipResult) -> Record:
-    """Turn a step's result into plain numbers; the loss was summed over the ranks on the way."""
-    return {
-        "loss": result.sums["loss"] / dist.get_world_size(),
-        "total_norm": float(result.total_norm),
-        "clip_coef": float(result.clip_coef),
-        "clipped_norm": float(result.clipped_norm),
-        "clipped": bool(result.clipped),
-    }
 
 
 def gathered_norm(model: ByteLM) -> float:
@@ -272,12 +282,18 @@ def introduce(args: argparse.Namespace, device: torch.device, characters: int) -
 
 
 def finish(args: argparse.Namespace, progress: Progress) -> None:
-    """Write the metrics and the picture, and print the table."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_metrics(args.out / "metrics.jsonl", progress.records)
-    draw(progress.records, args.max_norm, args.out / "training.png")
-    print(f"\n{table(progress.records, args.max_norm, progress.validation)}\n")
-    print(f"metrics: {args.out / 'metrics.jsonl'}\npicture: {args.out / 'training.png'}")
+    """Draw the picture, write the report, and print the table."""
+    from shardclip.pictures import report  # noqa: PLC0415  only the rank that draws pays for it
+
+    paths = [run_path(args, run) for run in progress.validation]
+    runs = [read(path) for path in paths]
+    picture, page = args.out / "training.png", args.out / "report.html"
+    draw(runs, args.max_norm, picture)
+    page.write_text(report.page(runs), encoding="utf-8")
+    print(f"\n{table(runs, args.max_norm, progress.validation, progress.errors)}\n")
+    for path in paths:
+        print(f"steps: {path}")
+    print(f"report: {page}\npicture: {picture}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from . import (
 from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
+from .errors import NonFiniteGradientError
 from .exact import DOUBLE, SINGLE
 from .frameworks import FromFrameworks
 from .gradients import Layout
@@ -100,7 +101,8 @@ class GradClipper(FromFrameworks):
 
     Attributes:
         steps: How many steps were clipped.
-        record: The last 1000 of them, and where they are sent: see ``Record``.
+        record: The last 1000 of them, and where they are sent: see ``Record``. A step that raised a
+            ``NonFiniteGradientError`` is among them, as skipped.
 
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is, or settings, param
@@ -398,7 +400,11 @@ class GradClipper(FromFrameworks):
         self.steps += 1
         measured = begun.started.finish(begun.found.unit)
         warns = self.on_drift == "warn"
-        self._deferred = verdict.pass_verdict(measured, self._world, warns)
+        try:
+            self._deferred = verdict.pass_verdict(measured, self._world, warns)
+        except NonFiniteGradientError:  # the step that a record is read for
+            self.record.add(self._untouched(measured, begun))
+            raise
         measured.notices = list(begun.found.plan.notices) if begun.found.fresh else []
         failed = None
         if self._deferred is not None:
@@ -445,6 +451,18 @@ class GradClipper(FromFrameworks):
             if read and factor == 1:
                 continue  # nothing is touched, nor even collected
             scale_(judged.measured.targets(group, apart), factor)
+
+    def _untouched(self, measured: Measured, begun: Begun) -> ClipResult:
+        """Describe a step that raises and leaves the gradients alone, for the record."""
+        return ClipResult(
+            measured,
+            torch.ones_like(measured.group_norms),
+            keys=self._agreed.keys,
+            sums=self.also,
+            skipped=True,
+            max_norms=[None if callable(limit) else limit for limit in begun.limits],
+            step=self.steps,
+        )
 
     def _result(self, judged: Judged) -> ClipResult:
         self._skips.count(judged.skipped)

@@ -17,7 +17,7 @@ class Sink:
     """Where steps can be sent; the others derive from it and write one step in ``_put``.
 
     Args:
-        every: Write one step of so many.
+        every: Write one step of so many, and every one that is not finite or was skipped.
         norms_every: Write the norms by parameter or module in one step of so many; 0: never. They
             are there if the clipper was built with ``norms=``.
 
@@ -45,7 +45,7 @@ class Sink:
         outcome = result if isinstance(result, Outcome) else result.outcome
         self._written += 1
         number = step if step is not None else outcome.step or self._written
-        if number % self.every == 0 or not outcome.finite:
+        if number % self.every == 0 or outcome.skipped or not outcome.finite:
             norms = self.norms_every > 0 and number % self.norms_every == 0
             self._put(replace(outcome, step=number), norms=norms and bool(outcome.norms))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardclip.outcome import Outcome
 from shardclip.run_file import Run
 
-from .series import Cells, Spike, binned, median, running_share, window_of
+from .series import Cells, Spike, alone, binned, by_group, median, running_share, window_of
 
 try:
     import matplotlib as mpl
@@ -97,51 +97,56 @@ def scale_of(runs: Sequence[Run]) -> tuple[float, float]:
     return low / 1.3, high * max(1.5, (high / low) ** 0.18)
 
 
-def draw_norms(axes: Axes, run: Run, marked: Sequence[Spike], scale: tuple[float, float]) -> None:
-    """Draw the norm before and after, the threshold, and numbered spikes, on a log axis.
+def draw_norms(
+    axes: Axes,
+    run: Run,
+    marked: Sequence[Spike],
+    scale: tuple[float, float],
+    found: Sequence[Spike] = (),
+) -> None:
+    """Draw the norm before and after, the threshold, and spikes, on a log axis.
 
     Args:
         axes: Where.
         run: What.
         marked: The spikes that get a number.
         scale: As ``scale_of`` has it.
+        found: All spikes.
     """
     steps = run.steps
     _line(axes, steps, lambda step: step.total_norm, BEFORE, "before clipping", 1.1)
     if any(step.clipped for step in steps):
         _line(axes, steps, lambda step: step.clipped_norm, AFTER, "after", 1.3)
     limits = [step.max_norm for step in steps]
-    if any(map(math.isfinite, limits)):
+    if any(map(math.isfinite, limits)) and not by_group(run):  # a group's is not the total's
         known = [limit if math.isfinite(limit) else math.nan for limit in limits]
         same = len(set(known)) == 1
-        axes.plot(
-            [step.step for step in steps],
-            known,
-            color=LIMIT,
-            linestyle="--",
-            linewidth=1.3,
-            label=f"max_norm {limits[0]:g}" if same else "max_norm",
-        )
+        numbers = [step.step for step in steps]
+        label = f"max_norm {limits[0]:g}" if same else "max_norm"
+        axes.plot(numbers, known, "--", color=LIMIT, linewidth=1.3, label=label)
+        _dots(axes, numbers, known, LIMIT)
     if scale[0] > 0:
         axes.set_yscale("log", subs=[2, 5])
         axes.set_ylim(scale)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}" if scale[1] / scale[0] < 1000 else "")
-    _mark(axes, marked)
+    _mark(axes, marked, [spike for spike in found if spike not in marked])
     axes.set_ylabel("gradient norm")
     axes.set_xlabel("step")
     _finish(axes, steps)
 
 
-def _mark(axes: Axes, marked: Sequence[Spike]) -> None:
-    """Number the spikes above their points; what is not finite has its place at the top."""
+def _mark(axes: Axes, marked: Sequence[Spike], others: Sequence[Spike]) -> None:
+    """Number spikes, mark the others; what is not finite has its place at the top."""
     top = axes.transLimits.inverted().transform((0, 0.9))[1]
     top = axes.yaxis.get_transform().inverted().transform(top)
-    for label, spike in enumerate(marked, start=1):
-        finite = math.isfinite(spike.norm)
+    for label, spike in enumerate([*marked, *others], start=1):
+        finite, numbered = math.isfinite(spike.norm), label <= len(marked)
         place = spike.norm if finite else float(top)
-        axes.plot([spike.step], [place], "v" if finite else "X", color=SPIKE, markersize=5)
-        _label(axes, label, spike.step, place, 5)
+        size = 5 if numbered else 3
+        axes.plot([spike.step], [place], "v" if finite else "X", color=SPIKE, markersize=size)
+        if numbered:
+            _label(axes, label, spike.step, place, 5)
     if marked:
         axes.plot([], [], "v", color=SPIKE, markersize=5, label="spike")
     if any(not math.isfinite(spike.norm) for spike in marked):
@@ -176,9 +181,11 @@ def draw_share(axes: Axes, run: Run) -> None:
     clipped = running_share([step.clipped for step in steps], window)
     axes.fill_between(numbers, clipped, color=BEFORE, alpha=0.35, linewidth=0)
     axes.plot(numbers, clipped, color=AFTER, linewidth=1.1, label="clipped")
+    _dots(axes, numbers, clipped, AFTER)
     if any(step.skipped for step in steps):
         skipped = running_share([step.skipped for step in steps], window)
         axes.plot(numbers, skipped, color=SKIPPED, linewidth=1.3, label="skipped")
+        _dots(axes, numbers, skipped, SKIPPED)
     axes.set_ylim(0, 103)
     axes.set_ylabel(f"% of the last\n{window} steps")
     axes.set_xlabel("step")
@@ -210,7 +217,7 @@ def draw_map(axes: Axes, found: Cells, marked: Sequence[Spike], width: int = 30)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.grid(visible=False)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(_whole_numbers())
     for label, spike in enumerate(marked, start=1):
         _label(axes, label, spike.step, -0.5, 1)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=18)
@@ -256,11 +263,24 @@ def _line(
         axes.fill_between(numbers, low, high, color=colour, alpha=0.4, linewidth=0.5)
         values = [median(part) for part in parts]
     axes.plot(numbers, values, color=colour, linewidth=width, label=label)
+    _dots(axes, numbers, values, colour)
+
+
+def _whole_numbers() -> MaxNLocator:
+    return MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10], min_n_ticks=1)
+
+
+def _dots(axes: Axes, numbers: Sequence[int], values: Sequence[float], colour: str) -> None:
+    """Show the points that have no neighbour to draw a line to."""
+    places = alone(values)
+    if places:
+        dots = [numbers[place] for place in places], [values[place] for place in places]
+        axes.plot(*dots, "o", color=colour, markersize=4, clip_on=False)
 
 
 def _finish(axes: Axes, steps: Sequence[Outcome]) -> None:
     axes.set_xlim(steps[0].step - 0.5, steps[-1].step + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_locator(_whole_numbers())
     narrow = axes.figure.bbox.width / axes.figure.dpi < NARROW
     axes.legend(  # above the panel, where no curve can run into it
         loc="lower right",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from .panels import (
     style,
     worst,
 )
-from .series import Cells, Spike, cells, spikes
+from .series import Cells, Spike, by_group, cells, spikes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,10 +54,14 @@ def save(runs: Sequence[Run], path: Path) -> None:
 
 def _side_by_side(runs: Sequence[Run]) -> Figure:
     maps = [cells(run.steps, ROWS, COLUMNS) for run in runs]
-    named = [worst(spikes(run.steps)) for run in runs]
+    found = [spikes(run.steps) for run in runs]
+    named = list(map(worst, found))
+    groups = list(map(by_group, runs))
     rows = max((len(one.rows) for one in maps if one is not None), default=0)
     lines = max(map(len, named))
-    heights = {"norm": 3.2, "spikes": 0.25 + 0.19 * lines if lines else 0.0, "share": 1.5}
+    heights = {"norm": 3.2, "spikes": 0.25 + 0.19 * lines if lines else 0.0}
+    heights |= {f"group {g}": 1.7 for g in range(max(map(len, groups)))}
+    heights["share"] = 1.5
     heights["map"] = 0.9 + 0.17 * rows if rows else 0.0
     shown = [name for name, height in heights.items() if height]
     width = 10.0 if len(runs) == 1 else 7.2 * len(runs)
@@ -68,14 +73,24 @@ def _side_by_side(runs: Sequence[Run]) -> Figure:
     scale = scale_of(runs)
     for column, (run, one, marked) in enumerate(zip(runs, maps, named, strict=True)):
         panels = dict(zip(shown, grid[:, column], strict=True))
-        draw_norms(panels["norm"], run, marked, scale)
+        draw_norms(panels["norm"], run, marked, scale, found[column])
         panels["norm"].set_title(shortened(run.name, 70, keep_end=False), loc="left", pad=22)
         draw_share(panels["share"], run)
         if lines:
             _list_spikes(panels["spikes"], marked)
+        _draw_groups([panels[name] for name in shown if name.startswith("group")], groups[column])
         if "map" in panels:
             _draw_map_or_nothing(panels["map"], one, marked)
     return figure
+
+
+def _draw_groups(panels: Sequence[Axes], groups: Sequence[Run]) -> None:
+    for axes, group in zip_longest(panels, groups):
+        if group is None:
+            axes.set_axis_off()
+        else:
+            draw_norms(axes, group, [], scale_of([group]))
+            axes.set_title(group.name, loc="left", pad=8)
 
 
 def _draw_map_or_nothing(axes: Axes, found: Cells | None, marked: Sequence[Spike]) -> None:

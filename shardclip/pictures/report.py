@@ -26,7 +26,7 @@ from .panels import (
     svg,
     worst,
 )
-from .series import Cells, Spike, cells, median, spikes
+from .series import Cells, Spike, by_group, cells, median, spikes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,8 +119,12 @@ def _section(run: Run, place: int, scale: tuple[float, float], *, alone: bool) -
         return _picture(f"{what}, {run.name}", f"{what}-{place}", height, draw, alone=alone)
 
     parts.append("<h3>Norm</h3>")
-    parts.append(picture("norm", 3.4, lambda axes, _: draw_norms(axes, run, marked, scale)))
+    parts.append(picture("norm", 3.4, lambda axes, _: draw_norms(axes, run, marked, scale, found)))
     parts.append(_spike_table(marked, len(found)))
+    for group, one in enumerate(by_group(run)):
+        parts.append(f"<h3>Norm of {one.name}</h3>")
+        draw = partial(_group_norms, run=one)
+        parts.append(picture(f"norm-{group}", 2.4, draw))
     parts.append("<h3>Share of steps clipped</h3>")
     parts.append(picture("share", 1.9, lambda axes, _: draw_share(axes, run)))
     parts.append("<h3>Norms by module</h3>")
@@ -135,6 +139,10 @@ def _section(run: Run, place: int, scale: tuple[float, float], *, alone: bool) -
     parts.append("<h3>Threshold</h3>")
     parts.append(_suggestions(run))
     return "<section>\n" + "\n".join(parts) + "\n</section>"
+
+
+def _group_norms(axes: Axes, _: float, *, run: Run) -> None:
+    draw_norms(axes, run, [], scale_of([run]))
 
 
 def _map(axes: Axes, width: float, *, found: Cells, marked: Sequence[Spike]) -> None:

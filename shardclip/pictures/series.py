@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardclip.outcome import Outcome, combine
+from shardclip.run_file import Run
 
 USUAL, FACTOR, APART = 50, 3.0, 10
 """A spike's norm is ``FACTOR`` times the median of the ``USUAL`` steps before it. A spell of such
@@ -84,6 +85,49 @@ def largest_part(step: Outcome) -> tuple[str, float]:
         return name, math.nan
     whole = combine(list(step.norms.values()), p)
     return name, norm / whole if p == 0 else (norm / whole) ** p
+
+
+def by_group(run: Run) -> list[Run]:
+    """Return a run for each param group, with its own norms and thresholds.
+
+    None where there is one group, or where all are scaled alike by the total norm.
+    """
+    groups = max(len(step.group_norms) for step in run.steps)
+    alike = all(len({*step.group_coefs}) == 1 == len({*step.max_norms}) for step in run.steps)
+    if groups == 1 or alike:
+        return []
+    return [
+        Run(f"group {group}", [_of_group(step, group) for step in run.steps if _has(step, group)])
+        for group in range(groups)
+    ]
+
+
+def _has(step: Outcome, group: int) -> bool:
+    return group < len(step.group_norms)
+
+
+def _of_group(step: Outcome, group: int) -> Outcome:
+    norm, coef, limit = step.group_norms[group], step.group_coefs[group], step.max_norms[group]
+    return Outcome(
+        norm,
+        (norm,),
+        (coef,),
+        (limit,),
+        norm_type=step.norm_type,
+        skipped=step.skipped,
+        step=step.step,
+        time=step.time,
+    )
+
+
+def alone(values: Sequence[float]) -> list[int]:
+    """Return the places of the numbers that a line leaves out: those with none beside them."""
+    padded = [math.nan, *values, math.nan]
+    return [
+        place
+        for place, value in enumerate(values)
+        if not math.isnan(value) and math.isnan(padded[place]) and math.isnan(padded[place + 2])
+    ]
 
 
 def window_of(count: int) -> int:

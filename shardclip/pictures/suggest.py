@@ -93,9 +93,10 @@ def _suggest(
     left_out = _warmup(finite) if warmup is None else warmup
     norms = finite[left_out:]
     if len(norms) < FEWEST:
+        after = f" after a warm-up of {left_out}" if left_out else ""
         raise RunFileError(
-            f"{run.name}: {len(norms)} finite steps after a warm-up of {left_out}; quantiles need "
-            f"at least {FEWEST}: record a longer run, or give a shorter --warmup"
+            f"{run.name}: {_finite(len(norms))}{after}; quantiles need at least {FEWEST}: record a "
+            f"longer run{', or give a shorter --warmup' if left_out else ''}"
         )
     ordered = sorted(norms)
     logs = [math.log(norm) for norm in norms if norm > 0]
@@ -194,6 +195,10 @@ def reasons(found: Suggestion) -> list[str]:
             "A fixed threshold fits one of them; consider one that adapts.",
         ]
     return lines
+
+
+def _finite(count: int) -> str:
+    return "1 finite step" if count == 1 else f"{count} finite steps"
 
 
 def _steps(count: int) -> str:

@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from shardclip.run_file import read
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
@@ -187,10 +190,9 @@ def test_stopped_twice_the_demo_resumes_with_the_same_losses(start, tmp_path, le
         return output
 
     def results(out):
-        rows = [
-            json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()
-        ]
-        return [row | {"seconds": None} for row in rows]
+        runs = [read(tmp_path / out / f"{name}.jsonl") for name in ("unclipped", "clipped")]
+        steps = [step for run in runs for step in run.steps]
+        return [replace(step, time=0.0, sums=step.sums | {"stop": 0.0}) for step in steps]
 
     whole = train("whole")
     assert not (tmp_path / "run" / "stopped").exists()
@@ -211,8 +213,10 @@ def test_stopped_twice_the_demo_resumes_with_the_same_losses(start, tmp_path, le
     assert re.findall(validation, resumed) == re.findall(validation, whole)
     # what was saved is not needed any more
     assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == [
-        "metrics.jsonl",
+        "clipped.jsonl",
+        "report.html",
         "training.png",
+        "unclipped.jsonl",
     ]
     leftovers.assert_none()
 

@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from shardclip.run_file import read
 
 TRAIN_LM = Path(__file__).parents[2] / "examples" / "train_lm.py"
 SMALL = ("--steps=2", "--files=40", "--batch=1", "--checks=0")
@@ -29,17 +32,24 @@ def train(out, *more, code=0, **environ):
 
 
 def metrics(out):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row | {"seconds": None} for row in rows]
+    runs = [read(out / f"{name}.jsonl") for name in ("unclipped", "clipped")]
+    steps = [step for run in runs for step in run.steps]
+    return [replace(step, time=0.0, sums=step.sums | {"stop": 0.0}) for step in steps]
+
+
+def lines(out, run):
+    path = out / f"{run}.jsonl"
+    found = path.read_text().splitlines() if path.exists() else []
+    return [line for line in found if "format" not in json.loads(line)]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     train(out)
-    rows = metrics(out)
-    assert len(rows) == 4
-    return rows
+    steps = metrics(out)
+    assert [step.step for step in steps] == [1, 2, 1, 2]
+    return steps
 
 
 def test_stopped_in_a_run_and_at_its_end(tmp_path, whole):
@@ -49,7 +59,7 @@ def test_stopped_in_a_run_and_at_its_end(tmp_path, whole):
     for step in (1, 2):
         assert f"stopped after step {step};" in train(out, **told)
         assert marker.read_text() == f"{step}\n"
-    assert not (out / "metrics.jsonl").exists()
+    assert not (out / "clipped.jsonl").exists()
     refusal = train(out, "--lr=0.1", code=1)
     assert "holds a training with lr 0.004, now 0.1" in refusal
     train(out)
@@ -64,9 +74,11 @@ def test_killed_after_a_save(tmp_path, whole):
     process.kill()
     process.communicate()
     latest = json.loads((tmp_path / "checkpoint/latest.json").read_text())
-    assert latest["progress"]["records"]
+    done = {"unclipped": 0, "clipped": 0} | dict.fromkeys(latest["progress"]["validation"], 2)
+    done[latest["progress"]["run"]] = latest["progress"]["step"]
+    assert any(done.values())
+    before = {run: lines(tmp_path, run)[:steps] for run, steps in done.items()}
     train(tmp_path)
     assert metrics(tmp_path) == whole
     # it went on from there, and did not train those steps again
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows[: len(latest["progress"]["records"])] == latest["progress"]["records"]
+    assert {run: lines(tmp_path, run)[:steps] for run, steps in done.items()} == before

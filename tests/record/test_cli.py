@@ -151,3 +151,9 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"shardclip {__version__}\n"
+
+
+def test_as_a_module(run):
+    words = [sys.executable, "-m", "shardclip", "suggest", str(run)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "recommended: max_norm=" in done.stdout

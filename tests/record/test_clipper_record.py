@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardclip import GradClipper
+from shardclip import GradClipper, NonFiniteGradientError
+from shardclip.adaptive import AutoClip
 from shardclip.logging import JsonLines
 from shardclip.run_file import read
-from tests.ranks import on_ranks, same_everywhere
+from tests.ranks import on_ranks, raised_everywhere, same_everywhere
 from tests.ranks.clippers import counted, shard
 
 
@@ -59,3 +60,27 @@ def test_a_threshold_changed_between_steps_is_recorded():
         clipper.clip_()
     assert [step.max_norm for step in clipper.record] == [4.0, 1.0, math.inf]
     assert [step.clipped for step in clipper.record] == [False, True, False]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("limit", [1.0, None, AutoClip()])
+def test_the_step_that_raised_is_recorded_alike_on_all_ranks(tmp_path, exact, limit):
+    parameter = shard([0.0, 0.0])
+    clipper = GradClipper(
+        [("a", parameter)], limit, nonfinite="raise", norms="parameter", also=("loss",), exact=exact
+    )
+    path = tmp_path / f"{dist.get_rank()}.jsonl"
+    clipper.record.send_to(JsonLines(path))
+    parameter.grad = shard([3.0, 4.0]).grad
+    counted(clipper)
+    parameter.grad = shard([3.0, math.inf]).grad
+    raised_everywhere(lambda: clipper.clip_(also={"loss": 2.0}), NonFiniteGradientError, "a")
+    step = clipper.record[-1]
+    assert (step.step, step.finite, step.skipped, step.clip_coef) == (2, False, True, 1.0)
+    assert (step.sums["loss"], clipper.record.nonfinite) == (4.0, 1)
+    assert step.max_norm == (1.0 if limit == 1.0 else math.inf)
+    assert not math.isfinite(step.norms["a"])
+    assert same_everywhere(step.as_dict() | {"total_norm": repr(step.total_norm)})
+    # its line is in the file although the program may end here
+    assert not read(path).steps[1].finite

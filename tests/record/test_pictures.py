@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import matplotlib.image
 import pytest
 
-from shardclip.outcome import combine
-from shardclip.pictures import panels, plot, series
+from shardclip.outcome import Outcome, combine
+from shardclip.pictures import panels, plot, report, series
 from shardclip.run_file import Run, RunFileError
 
 from .runs import MODULES, outcome, steps
@@ -142,6 +142,55 @@ def test_a_long_run_is_drawn_as_a_band_that_holds_every_norm():
     (band, *_) = axes.collections
     tops = band.get_paths()[0].vertices[:, 1]
     assert tops.max() == pytest.approx(max(step.total_norm for step in run.steps))
+
+
+@pytest.mark.parametrize("norms", [[3.0], [1.0, 2.0, math.nan, 3.0, math.nan]])
+def test_a_step_that_stands_alone_is_seen(norms):
+    run = Run("a", [outcome(step, norm) for step, norm in enumerate(norms, start=1)])
+    top, bottom = panels.blank(6, 6).subplots(2)
+    panels.draw_norms(top, run, [], panels.scale_of([run]))
+    dots = [line for line in top.get_lines() if line.get_marker() == "o"]
+    assert {(int(x), float(y)) for line in dots for x, y in line.get_xydata()} >= {
+        (len(norms) - 1 or 1, 3.0)
+    }
+    panels.draw_share(bottom, run)
+    assert any(line.get_marker() == "o" for line in bottom.get_lines()) == (len(norms) == 1)
+    for axes in (top, bottom):
+        low, high = axes.get_xlim()
+        shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert shown
+        assert all(tick == round(tick) for tick in shown)
+
+
+def test_spikes_beyond_those_that_are_numbered_are_marked():
+    run = Run("a", steps(400, spikes=range(30, 390, 30)))
+    found = series.spikes(run.steps)
+    marked = panels.worst(found)
+    assert len(found) > len(marked) == panels.NAMED
+    axes = panels.blank(6, 3).subplots()
+    panels.draw_norms(axes, run, marked, panels.scale_of([run]), found)
+    marks = [line.get_xdata() for line in axes.get_lines() if line.get_marker() == "v"]
+    assert sorted(x for line in marks for x in line) == [spike.step for spike in found]
+
+
+def in_groups(step, *groups):
+    """A step of groups, each with a norm, a coefficient and a threshold."""
+    norms, coefs, limits = zip(*groups, strict=True)
+    return Outcome(combine(norms, 2.0), norms, coefs, limits, step=step)
+
+
+def test_each_group_has_its_own_norm_and_threshold(tmp_path):
+    apart = Run("apart", [in_groups(n, (4.0, 0.25, 1.0), (3.0, 1.0, math.inf)) for n in (1, 2)])
+    first, second = series.by_group(apart)
+    assert (first.name, first.steps[1].total_norm, first.steps[1].clipped_norm) == ("group 0", 4, 1)
+    assert (second.steps[0].max_norm, second.steps[0].clipped) == (math.inf, False)
+    by_total = Run("a", [in_groups(n, (4.0, 0.4, 2.0), (3.0, 0.4, 2.0)) for n in (1, 2)])
+    assert series.by_group(by_total) == []
+    assert series.by_group(Run("a", steps(3))) == []
+    plot.save([apart, by_total], tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text()
+    assert ("group 0" in drawn, "group 1" in drawn, "max_norm 1" in drawn) == (True, True, True)
+    assert "Norm of group 1" in report.page([apart])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])

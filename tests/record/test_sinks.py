@@ -33,6 +33,17 @@ def test_every_so_many_steps_but_always_what_is_not_finite():
     assert sink.put == [(3, False), (5, False), (6, False)]
 
 
+def test_a_skipped_spike_is_written_whatever_the_interval(caplog):
+    sink, log = Kept(every=10), StandardLogging("training.clip", every=10)
+    spike = outcome(7, 90.0, skipped=True)
+    sink.write(spike)
+    log.write(spike)
+    assert sink.put == [(7, False)]
+    assert [(entry.levelname, entry.message) for entry in caplog.records] == [
+        ("WARNING", "step 7: gradient norm 90, skipped")
+    ]
+
+
 def test_norms_at_an_interval_and_only_where_there_are_any():
     sink = Kept(norms_every=2)
     for step in [*steps(4), outcome(5), outcome(6)]:
