@@ -16,13 +16,19 @@ MARKED = re.compile(
 )
 """A snippet that runs: in which setting, on how many ranks, and perhaps what it prints."""
 BLOCK = re.compile(r"```py(?:thon)?(?: [^\n]*)?\n(?P<code>.*?)```", re.DOTALL)
-ELSEWHERE = re.compile(r"<!-- of: [\w ,-]+ -->\n" + BLOCK.pattern, re.DOTALL)
-"""A snippet for a framework that the checkout's own environment has not: its names are checked."""
+ELSEWHERE = re.compile(r"<!-- of: (?P<of>\w+) -->\n" + BLOCK.pattern, re.DOTALL)
+"""A snippet for a framework that the checkout's own environment has not: see tests/systems."""
 
 
 def snippets(page: Path) -> list[dict[str, str]]:
     """List the snippets of a page that run, in order."""
     return [match.groupdict() | {"page": page.name} for match in MARKED.finditer(page.read_text())]
+
+
+def elsewhere(page: Path) -> list[dict[str, str]]:
+    """List the snippets of a page for a framework, in order."""
+    found = ELSEWHERE.finditer(page.read_text())
+    return [match.groupdict() | {"page": page.stem} for match in found]
 
 
 def blocks(page: Path) -> list[str]:

@@ -10,11 +10,9 @@ import torch.distributed as dist
 import shardclip
 from tests.ranks import everywhere, run_on_ranks
 from tests.readme import settings
-from tests.readme.snippets import ELSEWHERE, PAGES, README, blocks, snippets, unknown_names
+from tests.readme.snippets import PAGES, README, blocks, elsewhere, snippets, unknown_names
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
-CHECKED_ONLY = {"systems.md", "integrations.md"}
-"""Pages on frameworks: what they show is tested with them, in tests/systems."""
 
 
 def named(snippet: dict) -> str:
@@ -49,11 +47,10 @@ def clipped_to_one(setting: str, code: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_python_block_is_marked(page):
     ran = [snippet["code"] for snippet in snippets(page)]
-    elsewhere = [match["code"] for match in ELSEWHERE.finditer(page.read_text())]
+    other = [snippet["code"] for snippet in elsewhere(page)]
     if page == README:
-        assert not elsewhere
-    if page.name not in CHECKED_ONLY:
-        assert len(ran) + len(elsewhere) == len(blocks(page))
+        assert not other
+    assert len(ran) + len(other) == len(blocks(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
