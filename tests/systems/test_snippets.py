@@ -12,9 +12,10 @@ from tests.ranks.tensors import coefficient
 from tests.readme.snippets import PAGES, elsewhere
 from tests.systems import loops, settings
 
-NOT_HERE = {"launch", "tensorflow", "optax"}
+OTHER_PACKAGES = {"tensorflow", "optax"}
+"""Whose own lines stand beside ours."""
 SNIPPETS = [
-    snippet for page in PAGES for snippet in elsewhere(page) if snippet["of"] not in NOT_HERE
+    snippet for page in PAGES for snippet in elsewhere(page) if snippet["of"] not in OTHER_PACKAGES
 ]
 
 
