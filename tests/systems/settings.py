@@ -218,7 +218,10 @@ def megatron() -> Iterator[Setting]:
 
         def left() -> dict[str, Tensor]:
             found = used_chunks()
-            return left_of(both[1])() if found["norm.weight"] is None else found
+            if found["norm.weight"] is not None:
+                return found
+            main = {name: one.main_grad for name, one in both[0].items()}
+            return main if any(one.any() for one in main.values()) else left_of(both[1])()
 
         yield Setting(names, cut, exact_norm(whole.values()), left)
 

@@ -226,6 +226,31 @@ def test_the_functions_with_a_layout_from_attributes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(4)
+def test_main_gradients_of_its_ddp_alone(dtype):
+    from megatron.core import parallel_state as state
+
+    expected = truth(2, dtype)
+    total = exact_norm(expected.values())
+    rough = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    with megatron(tensor_model_parallel_size=2):
+        settings = config(dtype, tensor_model_parallel_size=2)
+        model, optimizer = optimizer_of(sharded(settings), settings, distributed=False)
+        clipper = GradClipper(model, total / 4, layout=adapter.layout(), grad=adapter.read)
+        backward(model, optimizer)
+        with count_collectives() as calls:
+            result = clipper.clip_()
+        assert_one_all_reduce(calls)
+        assert_norm(result.total_norm, total, rtol=rough)
+        factor = coefficient(total, total / 4)
+        for name, one in model.module.named_parameters():
+            wanted = cut(name, expected[name], state.get_tensor_model_parallel_rank(), 2) * factor
+            torch.testing.assert_close(
+                one.main_grad, wanted.float(), rtol=rough, atol=rough * total / 10
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_an_optimizer_that_is_not_chained(dtype):
     with megatron(tensor_model_parallel_size=2):
