@@ -1,7 +1,7 @@
 """Trees of tensors: lists, tuples and mappings, nested at will, as optax has them."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 
@@ -36,9 +36,11 @@ def rebuilt(tree: Any, values: Iterator[Any]) -> Any:
     if not _is_node(tree):
         return next(values)
     if isinstance(tree, Mapping):
+        found = {key: rebuilt(tree[key], values) for key in _keys(tree)}
+        if not isinstance(tree, MutableMapping):  # one that is frozen
+            return type(tree)({key: found[key] for key in tree})  # type: ignore[call-arg]
         made: Any = copy.copy(tree)
-        for key in _keys(tree):
-            made[key] = rebuilt(tree[key], values)
+        made.update(found)
         return made
     items = [rebuilt(item, values) for item in tree]
     if hasattr(tree, "_fields"):  # a named tuple

@@ -122,10 +122,11 @@ def _mesh(axes: tuple[tuple[int, ...], ...]) -> Any:
 def layout(collection: Any = None) -> Callable[[Tensor], Placed]:
     """Return the ``layout=`` of a model that follows Megatron's conventions.
 
-    For gradients that Megatron's data parallelism has averaged (``finalize_model_grads``) and that
-    lie in full on every data-parallel rank::
+    For gradients that are averaged over the data-parallel ranks and lie in full on each of them:
+    in ``.grad``, or under Megatron's DDP (after ``finalize_model_grads``) in ``main_grad``::
 
         clip_grad_norm_(parameters, 1.0, layout=megatron.layout())
+        GradClipper(model, 1.0, layout=megatron.layout(), grad=megatron.read)
 
     Args:
         collection: Megatron's ``ProcessGroupCollection``; by default what

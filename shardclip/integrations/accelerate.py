@@ -75,7 +75,7 @@ def _on_call(
     clipping = Clipping(models, **options)
 
     def clip_grad_norm_(
-        parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+        parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
         if not accelerator.sync_gradients:
             return None

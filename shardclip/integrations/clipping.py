@@ -58,7 +58,7 @@ class Clipping:
 
     def clip_(
         self,
-        parameters: Iterable[Tensor],
+        parameters: Iterable[Tensor] | Tensor,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -66,7 +66,7 @@ class Clipping:
         """Clip in place.
 
         Args:
-            parameters: What the loop clips: a module's parameters, or some of them.
+            parameters: What the loop clips: a module's parameters, some of them, or one.
             max_norm: The largest norm that is left alone.
             norm_type: 0, any p > 0, or inf.
             error_if_nonfinite: Raise where the norm is NaN or infinite, unless ``options`` say what
@@ -81,7 +81,7 @@ class Clipping:
         Communication:
             One all-reduce, as ``GradClipper.clip_``; more where these parameters are new.
         """
-        listed = list(parameters)
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipper = self.clipper(listed, float(norm_type))
         clipper.max_norm = max_norm
         clipper.nonfinite = self._nonfinite or ("raise" if error_if_nonfinite else "propagate")

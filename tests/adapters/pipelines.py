@@ -8,11 +8,17 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+}
 MICRO_BATCHES = 4
 
 
@@ -79,7 +85,7 @@ def run(mesh, model: nn.ModuleDict, schedule: str) -> nn.ModuleDict:
         for i, stage in mine.items()
     ]
     made = SCHEDULES[schedule](
-        stages if schedule == "interleaved" else stages[0], MICRO_BATCHES, loss_fn=loss
+        stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=loss
     )
     inputs, target = batch(mesh.get_local_rank("dp") if "dp" in mesh.mesh_dim_names else 0)
     made.step(

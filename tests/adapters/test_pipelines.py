@@ -53,14 +53,18 @@ def test_two_plain_stages(clip, schedule):
 
 
 @BOTH
-@pytest.mark.parametrize("schedule, per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    "schedule, per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero bubble", 2)]
+)
 @on_ranks(4)
 def test_four_ranks_of_plain_stages(clip, schedule, per_rank):
     check(clip, schedule, per_rank, ("pp",))
 
 
 @BOTH
-@pytest.mark.parametrize("schedule, per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    "schedule, per_rank", [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero bubble", 2)]
+)
 @on_ranks(4)
 def test_stages_under_fsdp2(clip, schedule, per_rank):
     check(clip, schedule, per_rank, ("pp", "dp"))

@@ -1,6 +1,7 @@
 """optax-style trees of tensors: clip_by_global_norm keeps their structure."""
 
 from collections import OrderedDict, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -56,6 +57,16 @@ def test_a_tree_keeps_its_structure_and_types():
         torch.testing.assert_close(local_of(after), local_of(before) / 4, rtol=1e-5, atol=0)
     assert isinstance(clipped["layer"].kernel, DTensor)
     assert_norm(global_norm(tree_of(*given)), total)
+
+
+def test_a_frozen_mapping_stays_one():
+    tree = MappingProxyType({"b": torch.tensor([3.0]), "a": {"c": torch.tensor([4.0])}})
+    clipped, norm = clip_by_global_norm(tree, 1.0)
+    assert norm == 5
+    assert type(clipped) is MappingProxyType
+    assert list(clipped) == ["b", "a"]
+    torch.testing.assert_close(clipped["b"], torch.tensor([0.6]))
+    torch.testing.assert_close(clipped["a"]["c"], torch.tensor([0.8]))
 
 
 @on_ranks(2)

@@ -1,7 +1,10 @@
 """What each README snippet finds around it: a small model of its kind, on real ranks."""
 
 import atexit
+import os
 import shutil
+import signal
+import sys
 import tempfile
 
 import torch
@@ -158,6 +161,24 @@ def experts() -> dict:
         "expert_parameters": set(model["expert"].parameters()),
         "backward_and_average": backward_and_average,
     }
+
+
+def launched() -> dict:
+    """Rank 1 gets notice at its second step."""
+    model = _seeded(Block)
+
+    def noticed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1 and batch is found["batches"][1]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return loss_of(model, batch)
+
+    found = _common(model) | {"loss_of": noticed}
+    found["batches"] *= 10  # a signal takes its time
+    return found | {"save": lambda step: sys.stdout.write(f"{dist.get_rank()} saved {step}\n")}
+
+
+def gradients() -> dict:
+    return {"shardclip": shardclip, "grads": [torch.tensor([3.0, 4.0]), None]}
 
 
 def alone() -> dict:

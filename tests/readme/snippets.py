@@ -16,13 +16,26 @@ MARKED = re.compile(
 )
 """A snippet that runs: in which setting, on how many ranks, and perhaps what it prints."""
 BLOCK = re.compile(r"```py(?:thon)?(?: [^\n]*)?\n(?P<code>.*?)```", re.DOTALL)
-ELSEWHERE = re.compile(r"<!-- of: [\w ,-]+ -->\n" + BLOCK.pattern, re.DOTALL)
-"""A snippet for a framework that the checkout's own environment has not: its names are checked."""
+LAUNCHED = re.compile(r"<!-- run: launched by torchrun -->\n" + BLOCK.pattern, re.DOTALL)
+"""A snippet that joins the process group by itself."""
+ELSEWHERE = re.compile(r"<!-- of: (?P<of>\w+) -->\n" + BLOCK.pattern, re.DOTALL)
+"""A snippet for a framework that the checkout's own environment has not: see tests/systems."""
 
 
 def snippets(page: Path) -> list[dict[str, str]]:
     """List the snippets of a page that run, in order."""
     return [match.groupdict() | {"page": page.name} for match in MARKED.finditer(page.read_text())]
+
+
+def launched(page: Path) -> list[str]:
+    """List the snippets of a page that are scripts of their own."""
+    return [match["code"] for match in LAUNCHED.finditer(page.read_text())]
+
+
+def elsewhere(page: Path) -> list[dict[str, str]]:
+    """List the snippets of a page for a framework, in order."""
+    found = ELSEWHERE.finditer(page.read_text())
+    return [match.groupdict() | {"page": page.stem} for match in found]
 
 
 def blocks(page: Path) -> list[str]:

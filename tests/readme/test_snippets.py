@@ -8,13 +8,31 @@ import torch
 import torch.distributed as dist
 
 import shardclip
+from tests.programs.starting import run
 from tests.ranks import everywhere, run_on_ranks
 from tests.readme import settings
-from tests.readme.snippets import ELSEWHERE, PAGES, README, blocks, snippets, unknown_names
+from tests.readme.snippets import (
+    PAGES,
+    README,
+    blocks,
+    elsewhere,
+    launched,
+    snippets,
+    unknown_names,
+)
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
-CHECKED_ONLY = {"systems.md", "integrations.md"}
-"""Pages on frameworks: what they show is tested with them, in tests/systems."""
+
+
+BEFORE_LAUNCH = """
+from tests.readme.settings import launched
+globals().update(launched())
+"""
+AFTER_LAUNCH = """
+assert float(result.total_norm) > 1
+assert abs(result.clipped_norm - 1) < 1e-5
+torch.distributed.destroy_process_group()
+"""
 
 
 def named(snippet: dict) -> str:
@@ -49,11 +67,10 @@ def clipped_to_one(setting: str, code: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_python_block_is_marked(page):
     ran = [snippet["code"] for snippet in snippets(page)]
-    elsewhere = [match["code"] for match in ELSEWHERE.finditer(page.read_text())]
+    other = [snippet["code"] for snippet in elsewhere(page)] + launched(page)
     if page == README:
-        assert not elsewhere
-    if page.name not in CHECKED_ONLY:
-        assert len(ran) + len(elsewhere) == len(blocks(page))
+        assert not elsewhere(page)
+    assert len(ran) + len(other) == len(blocks(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -66,6 +83,16 @@ def test_names_that_do_not_exist_are_seen():
     code = "from shardclip.adapters import nobody\nGradClipper.of_nobody\nshardclip.nothing\n"
     expected = ["shardclip.adapters.nobody", "GradClipper.of_nobody", "shardclip.nothing"]
     assert sorted(unknown_names(code)) == sorted(expected)
+
+
+@pytest.mark.parametrize("code", [code for page in PAGES for code in launched(page)])
+def test_a_launched_snippet_stops_on_all_ranks_at_the_same_step(code, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"{BEFORE_LAUNCH}\n{code}\n{AFTER_LAUNCH}")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    saved = [line.split(" saved ") for line in run(*torchrun, str(script)).splitlines()]
+    assert {rank for rank, _ in saved} == {"0", "1"}
+    assert len({step for _, step in saved}) == 1
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=named)

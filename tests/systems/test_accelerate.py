@@ -134,6 +134,8 @@ def test_other_norms_and_a_part_of_the_parameters(kind):
         else:
             norm = accelerator.clip_grad_norm_(part, math.inf)
             assert float(norm) == pytest.approx(loops.exact_norm(grads[:2], 2.0), rel=1e-6)
+            norm = accelerator.clip_grad_norm_(part[0], math.inf)  # one tensor, as torch takes it
+            assert float(norm) == pytest.approx(loops.exact_norm(grads[:1], 2.0), rel=1e-6)
 
 
 @KINDS

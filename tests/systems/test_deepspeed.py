@@ -299,6 +299,9 @@ LAYOUTS = {
     },
     "round robin": {"stage": 2, "round_robin_gradients": True},
     "aligned": {"stage": 2, "parameter_alignment": True},
+    "scattered": {"stage": 1, "contiguous_gradients": False},
+    "small buckets": {"stage": 2, "reduce_bucket_size": 50, "overlap_comm": True},
+    "hpZ": {"stage": 3, "zero_hpz_partition_size": 2},
     "parameters offload": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},

@@ -11,95 +11,10 @@ from tests.ranks import count_collectives, everywhere, raised_everywhere
 from tests.ranks.tensors import coefficient, exact_norm
 from tests.ranks.unsharded import assert_norm, assert_one_all_reduce
 from tests.systems.frameworks import on_ranks
+from tests.systems.megatron_model import batch, config, cut, sharded, truth
 from tests.systems.megatron_on_cpu import megatron
 
-WIDTH, INNER = 8, 12
 LR, DECAY = 1.0, 0.9  # Adam's first moment after one step is a tenth of the gradient
-
-
-class Twin(nn.Module):
-    """The unsharded model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.column = nn.Linear(WIDTH, INNER)
-        self.row = nn.Linear(INNER, WIDTH)
-        for one in self.parameters():
-            nn.init.normal_(one, std=0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.row(self.column(self.norm(x)).relu())
-
-
-CUTS = {"column.weight": 0, "column.bias": 0, "row.weight": 1}
-
-
-def cut(name: str, full: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    """A tensor-parallel rank's part of a tensor."""
-    return full.chunk(count, CUTS[name])[index] if name in CUTS else full
-
-
-def batch(data_rank: int) -> torch.Tensor:
-    return torch.randn(6, 2, WIDTH, generator=torch.Generator().manual_seed(data_rank))
-
-
-def truth(data_ranks: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    twin = Twin().to(dtype).double()
-    for rank in range(data_ranks):
-        loss = twin(batch(rank).to(dtype).double()).square().mean()
-        (loss / data_ranks).backward()
-    return {name: one.grad for name, one in twin.named_parameters()}
-
-
-def config(dtype: torch.dtype, **more):
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=WIDTH,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        gradient_accumulation_fusion=False,
-        **more,
-    )
-
-
-def sharded(settings, expert: bool = False) -> nn.Module:
-    """The same model from Megatron's own layers."""
-    from megatron.core import parallel_state as state
-    from megatron.core import tensor_parallel as tp
-    from megatron.core.transformer.module import MegatronModule
-
-    class Net(MegatronModule):
-        def __init__(self) -> None:
-            super().__init__(settings)
-            made = {"config": settings, "init_method": nn.init.zeros_}
-            self.norm = nn.LayerNorm(WIDTH)
-            self.column = tp.ColumnParallelLinear(WIDTH, INNER, gather_output=False, **made)
-            self.row = tp.RowParallelLinear(
-                INNER, WIDTH, bias=True, input_is_parallel=True, skip_bias_add=False, **made
-            )
-            if expert:
-                self.expert = tp.ColumnParallelLinear(
-                    WIDTH, WIDTH, gather_output=False, is_expert=True, **made
-                )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = self.row(self.column(self.norm(x))[0].relu())[0]
-            return out + self.expert(out)[0] if expert else out
-
-    net, twin = Net(), Twin()
-    rank, size = (
-        state.get_tensor_model_parallel_rank(),
-        state.get_tensor_model_parallel_world_size(),
-    )
-    for name, full in twin.named_parameters():
-        net.get_parameter(name).data.copy_(cut(name, full, rank, size))
-    return net.to(settings.params_dtype)
 
 
 def optimizer_of(net, settings, distributed: bool):
@@ -308,6 +223,31 @@ def test_the_functions_with_a_layout_from_attributes():
         for name, one in net.named_parameters():
             wanted = cut(name, expected[name], state.get_tensor_model_parallel_rank(), 2) * factor
             torch.testing.assert_close(one.grad, wanted.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(4)
+def test_main_gradients_of_its_ddp_alone(dtype):
+    from megatron.core import parallel_state as state
+
+    expected = truth(2, dtype)
+    total = exact_norm(expected.values())
+    rough = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    with megatron(tensor_model_parallel_size=2):
+        settings = config(dtype, tensor_model_parallel_size=2)
+        model, optimizer = optimizer_of(sharded(settings), settings, distributed=False)
+        clipper = GradClipper(model, total / 4, layout=adapter.layout(), grad=adapter.read)
+        backward(model, optimizer)
+        with count_collectives() as calls:
+            result = clipper.clip_()
+        assert_one_all_reduce(calls)
+        assert_norm(result.total_norm, total, rtol=rough)
+        factor = coefficient(total, total / 4)
+        for name, one in model.module.named_parameters():
+            wanted = cut(name, expected[name], state.get_tensor_model_parallel_rank(), 2) * factor
+            torch.testing.assert_close(
+                one.main_grad, wanted.float(), rtol=rough, atol=rough * total / 10
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
