@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.programs.starting import records, run
+from tests.programs.starting import records, run, widest
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_demo(tmp_path):
@@ -21,4 +23,4 @@ def test_demo(tmp_path):
     assert all(same)
     assert all(s["clipped_norm"] == pytest.approx(0.1, rel=1e-4) for s in by_run["clipped"])
     assert "norm against the gathered gradients" in printed
-    assert max(len(line) for line in printed.splitlines()) <= 80
+    assert widest(printed, tmp_path) <= 80
