@@ -31,13 +31,17 @@ class RunStore:
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._done: set[int] = set()
         self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
         self.first: Failure | None = None
         self.joined = threading.Event()
         self._started = time.monotonic()
 
     def start(self, patience: float) -> None:
-        """Connect, and beat until the process ends."""
-        threading.Thread(target=self._run, args=(patience,), name="store", daemon=True).start()
+        """Connect, and beat until it is stopped or the process ends."""
+        self._thread = threading.Thread(
+            target=self._run, args=(patience,), name="store", daemon=True
+        )
+        self._thread.start()
 
     def _run(self, patience: float) -> None:
         import torch.distributed as dist  # noqa: PLC0415 - login nodes have no torch
@@ -126,8 +130,13 @@ class RunStore:
         return [plan.host_name(node) for node in range(1, plan.nnodes) if node not in self._beats]
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Beat no more, and let a call that is under way end.
+
+        One that came back while Python ends would abort the process, whatever its exit code.
+        """
         self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE.total_seconds())
 
     def leave(self, patience: float) -> None:
         """Say that this host is done; on host 0 wait for the others, which still need the store."""

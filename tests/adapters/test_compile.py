@@ -43,7 +43,7 @@ def assert_clips_like_its_twin(model, clip) -> None:
 
 
 @BOTH
-@on_ranks(2, limit_s=120)
+@on_ranks(2)
 def test_fsdp2(clip):
     model = mlp()
     model[1] = fully_shard(compiled(model[1]), mesh=mesh_of(2))
@@ -51,12 +51,12 @@ def test_fsdp2(clip):
 
 
 @BOTH
-@on_ranks(2, limit_s=120)
+@on_ranks(2)
 def test_ddp(clip):
     assert_clips_like_its_twin(compiled(DistributedDataParallel(mlp())), clip)
 
 
-@on_ranks(2, limit_s=120)
+@on_ranks(2)
 def test_norms_have_the_names_of_the_plain_module():
     model = compiled(fully_shard(mlp(), mesh=mesh_of(2)))
     backward(model)
@@ -65,7 +65,7 @@ def test_norms_have_the_names_of_the_plain_module():
 
 
 @BOTH
-@on_ranks(2, limit_s=120)
+@on_ranks(2)
 def test_mixed_precision(clip):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = compiled(fully_shard(mlp(), mesh=mesh_of(2), mp_policy=policy))

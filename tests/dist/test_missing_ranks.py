@@ -1,27 +1,21 @@
 """A rank that never calls: the others' error names it."""
 
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shardclip import GradClipper, clip_grad_norm_, roll_call
+from shardclip import GradClipper, clip_grad_norm_, compat
+from tests.ranks.pool import CALL_LIMIT_S, RankPool
 
 RANKS = 3
+MISSING = 1
 
 
-def _rank(rank: int, folder: str, how: str) -> None:
-    roll_call.PATIENCE = 2.0
-    dist.init_process_group(
-        "gloo",
-        init_method=(Path(folder) / "store").as_uri(),
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=3),
-    )
+def said(how: str) -> str:
     made = torch.nn.Parameter(torch.ones(3))
     made.grad = torch.ones(3)
     named = [("w", made)]
@@ -32,34 +26,33 @@ def _rank(rank: int, folder: str, how: str) -> None:
         "function": lambda: clip_grad_norm_([made], 1.0),
         "building": lambda: GradClipper(named, 1.0),
     }
-    said = "did not call"
-    if rank != 1:
-        try:
-            calls[how]()
-            said = "nothing raised"
-        except RuntimeError as error:
-            said = str(error)
-    else:
-        import time
-
-        time.sleep(8)
-    (Path(folder) / f"said{rank}").write_text(said)
-
-
-def _told(tmp_path, how: str) -> list[str]:
-    mp.spawn(_rank, args=(str(tmp_path), how), nprocs=RANKS)
-    return [(tmp_path / f"said{rank}").read_text() for rank in range(RANKS)]
+    _set_pg_timeout(timedelta(seconds=3))  # now that all are here
+    store = compat.default_store()
+    if dist.get_rank() == MISSING:
+        others = [f"{rank} has said" for rank in range(RANKS) if rank != MISSING]
+        store.wait(others, timedelta(seconds=CALL_LIMIT_S / 2))
+        return "did not call"
+    try:
+        calls[how]()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        store.set(f"{dist.get_rank()} has said", "")
+    return "nothing raised"
 
 
-def test_the_missing_rank_is_named(tmp_path):
-    said = _told(tmp_path, "clipper")
-    for rank in (0, 2):
-        assert "rank(s) 1 of 3 did not take part" in said[rank], said[rank]
-        assert "The backend said:" in said[rank]
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    """Ranks of its own: their group is of no use after this."""
+    made = RankPool(RANKS)
+    yield made
+    made.close()
 
 
-@pytest.mark.parametrize("how", ["function", "building"])
-def test_by_the_functions_and_while_one_is_built_too(tmp_path, how):
-    said = _told(tmp_path, how)
-    for rank in (0, 2):
-        assert "rank(s) 1 of 3 did not take part" in said[rank], said[rank]
+@pytest.mark.parametrize("how", ["clipper", "function", "building"])
+def test_the_missing_rank_is_named(pool: RankPool, how: str):
+    told = pool.call(said, (how,), {}, CALL_LIMIT_S)
+    assert told.pop(MISSING) == "did not call"
+    for text in told:
+        assert "rank(s) 1 of 3 did not take part" in text, text
+        assert "The backend said:" in text

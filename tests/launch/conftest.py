@@ -2,18 +2,34 @@
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import text_of, wait_for
+
 HERE = Path(__file__).parent
 REQUIRED = "SHARDCLIP_REQUIRE_CLUSTER"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "unshare", "nsenter")
+LAUNCHERS = ("SLURM", "OMPI_", "PMI", "PALS_", "MPI_LOCAL", "PET_", "MASTER_", "TORCHELASTIC_",
+             "SHARDCLIP_", "GROUP_")  # fmt: skip
+RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+SHARED_CORE = re.compile(r"^shardclip-launch: \d+ ranks share .*\n", re.MULTILINE)
+"""The launcher's warning where there are fewer cores than ranks."""
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_any_launcher(monkeypatch):
+    """As if the tests were started by hand on a host without devices, wherever they run."""
+    for name in list(os.environ):
+        if (name.startswith(LAUNCHERS) and name != REQUIRED) or name in RANKS:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def why_not():
@@ -48,15 +64,19 @@ class Leftovers:
         return found
 
     def kill(self):
-        for pid, _ in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
+        def none_is_left():
+            found = self.processes()
+            for pid, _ in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            return not found
 
-    def assert_none(self, seconds=20.0):
-        end = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < end:
-            time.sleep(0.1)
-        assert self.processes() == []
+        # again and again: one may start another before it dies
+        wait_for(none_is_left, self.processes)
+
+    def assert_none(self):
+        """Wait until all have ended; left alone, the ranks of these tests run for longer."""
+        wait_for(lambda: not self.processes(), self.processes, 60)
 
 
 @pytest.fixture
@@ -70,12 +90,20 @@ class Cluster:
     """Runs commands on the cluster's login side and nodes."""
 
     def __init__(self, root):
-        self._environ = os.environ | {
-            "MC_ROOT": str(root), "MC_REQUEUE_DELAY": "6", "MC_SUBNET": "10.178.0",
+        outer = (*LAUNCHERS, "GLOO_", "NCCL_")  # its nodes have other interfaces than this host
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(outer) and k not in RANKS}
+        self._environ = clean | {
+            "MC_ROOT": str(root), "MC_SUBNET": "10.178.0", "CUDA_VISIBLE_DEVICES": "",
+            # a preempted job has all the time it needs to save; it is over as soon as it has
+            "MC_GRACE": "180",
+            # requeued jobs wait for this, and a job's start must not take longer
+            "MC_REQUEUE_DELAY": "10",
+            # well below the launcher's 60 s without an answer: Slurm is to notice a dead node first
+            "MC_SLURMD_TIMEOUT": "15",
         }  # fmt: skip
         self.root = root
 
-    def __call__(self, *words, check=True, timeout=120):
+    def __call__(self, *words, check=True, timeout=300):
         done = subprocess.run(
             ["bash", HERE / "minicluster.sh", *map(str, words)],
             env=self._environ, capture_output=True, text=True, timeout=timeout, check=False,
@@ -94,14 +122,15 @@ class Cluster:
         self("exec", "scancel", "--full", "--user=root", check=False)
         for node in ("n1", "n2", "n3"):
             self("link", node, "up", check=False)
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            if not self("exec", "squeue", "-h", check=False).stdout.strip():
-                idle = self("exec", "sinfo", "-h", "-N", "-p", "batch", "-t", "idle", "-o", "%N")
-                if len(set(idle.stdout.split())) == 3:
-                    return
-            time.sleep(0.2)
-        raise AssertionError(self("status", check=False).stdout)
+
+        def is_idle():
+            asked = self("exec", "squeue", "-h", check=False)
+            if asked.returncode or asked.stdout.strip():
+                return False
+            words = ("sinfo", "-h", "-N", "-p", "batch", "-t", "idle", "-o", "%N")
+            return len(set(self("exec", *words, check=False).stdout.split())) == 3
+
+        wait_for(is_idle, lambda: self("status", check=False).stdout)
 
 
 @pytest.fixture(scope="session")
@@ -140,37 +169,36 @@ class Job:
         return self.login(sys.executable, "-m", "shardclip.launch", *words, check=check, **environ)
 
     def submit(self, *words, **environ):
-        done = self.launch("slurm", "--time=5", f"--python={sys.executable}", *words, **environ)
+        # with the notice that comes 120 s before the end: it must not, on any machine
+        done = self.launch("slurm", "--time=30", f"--python={sys.executable}", *words, **environ)
         self.id = done.stdout.strip()
         assert self.id.isdigit(), done.stderr
         return self
 
-    def wait(self, seconds=150):
+    def wait(self, seconds=400):
         """Return the final state, exit code and number of restarts."""
-        words = self._cluster("wait", self.id, seconds, check=False, timeout=seconds + 20)
-        state, code, restarts = words.stdout.split()
+        done = self._cluster("wait", self.id, seconds, check=False, timeout=seconds + 60)
+        assert "ExitCode=" in done.stdout, f"{done.stdout}{done.stderr}{self.output}"
+        state, code, restarts = done.stdout.split()
         code = code.removeprefix("ExitCode=").split(":")[0]
         return state, int(code), int(restarts.removeprefix("Restarts="))
 
     @property
     def output(self):
-        return (self._path / f"slurm-{self.id}.out").read_text()
+        return SHARED_CORE.sub("", text_of(self._path / f"slurm-{self.id}.out"))
 
     @property
     def run_dir(self):
         return self._path / "shardclip-runs" / self.id
 
-    def wait_for(self, text, seconds=90):
+    def wait_for(self, text):
         """Wait until the job's output holds the text."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            try:
-                if text in self.output:
-                    return
-            except FileNotFoundError:
-                pass
-            time.sleep(0.1)
-        raise AssertionError(f"no {text!r} in: {self.output}")
+        wait_for(lambda: text in self.output, lambda: f"no {text!r} in: {self.output}")
+
+    def wait_for_ranks(self, text, *names):
+        """Wait until the logs of these ranks, as `n1-rank0`, hold the text."""
+        logs = [self.run_dir / f"{name}-restart0.log" for name in names]
+        wait_for(lambda: all(text in text_of(log) for log in logs), lambda: self.output)
 
 
 @pytest.fixture

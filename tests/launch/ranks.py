@@ -5,6 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from pathlib import Path
+
+JOIN_S = 180.0  # ranks of a loaded machine import torch at very different speeds
 
 
 def main():
@@ -12,7 +16,7 @@ def main():
     rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
     if does == "import-slowly":
         print(f"rank {rank} importing", flush=True)
-        time.sleep(4)
+        import_until_noticed()
     if does == "orphan" and rank == which:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if does == "plain":
@@ -29,18 +33,41 @@ def main():
     from shardclip.launch import StopSignal, init_distributed
 
     stop = StopSignal()
-    init_distributed(timeout=float(os.environ.get("RANKS_TIMEOUT", "60")))
+    init_distributed(timeout=JOIN_S)
+    group = None
+    if "RANKS_TIMEOUT" in os.environ:
+        # not of the start: it is for what happens to ranks that have met
+        group = dist.new_group(timeout=timedelta(seconds=float(os.environ["RANKS_TIMEOUT"])))
     value = torch.ones(1)
-    dist.all_reduce(value)
+    dist.all_reduce(value, group=group)
     print(f"rank {rank} sum {value.item():g}", flush=True)
+    dist.barrier(group)  # all have printed before one of them fails
     end(does, rank == which)
     for step in range(int(os.environ.get("RANKS_STEPS", "400"))):
-        if stop.agree():
+        if agree(stop, group):
             print(f"rank {rank} stops at step {step}", flush=True)
             stop.mark(step)
             break
         time.sleep(0.2)
+    dist.barrier(group)  # no rank takes its connections down while another still uses them
     dist.destroy_process_group()
+
+
+def import_until_noticed():
+    """Be busy until the notice is out, so that it comes meanwhile on any machine."""
+    end_of_patience = time.monotonic() + 60
+    notice = Path(os.environ["SHARDCLIP_STOP_FILE"])
+    while not notice.exists() and time.monotonic() < end_of_patience:
+        time.sleep(0.05)
+
+
+def agree(stop, group):
+    try:
+        return stop.agree(group)
+    except RuntimeError:
+        # a peer has failed; a training takes a moment to end, this program does not
+        time.sleep(1)
+        raise
 
 
 def end(does, here):
@@ -56,4 +83,9 @@ def end(does, here):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        # Python's own traceback and code, but at once, as in end()
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)

@@ -105,6 +105,7 @@ def main() -> None:
     else:
         if place.rank == 0:
             print("done", flush=True)
+    dist.barrier()  # no rank takes its connections down while another still uses them
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from shardclip.launch.batch_script import render
 from shardclip.launch.errors import LaunchError
 from shardclip.launch.options import BatchOptions
 from shardclip.launch.quoting import HIDDEN, redact
+
+from tests.processes import has_signal
+from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = BatchOptions(command=("train.py",))
@@ -41,7 +45,7 @@ fail) echo 7 > "$SHARDCLIP_RUN_DIR/exit-code"; exit 143 ;;
 killed) exit 143 ;;
 late) echo 7 > "$SHARDCLIP_STOP_MARKER"; exit 1 ;;
 wait) trap 'echo 9 > "$SHARDCLIP_STOP_MARKER"; exit 0' USR1
-      touch waiting; for _ in $(seq 100); do sleep 0.1; done ;;
+      touch waiting; for _ in $(seq 1000); do sleep 0.1; done ;;
 esac
 """
 
@@ -73,7 +77,7 @@ def job(tmp_path):
 
     def run(options=PLAIN, **more):
         process = start(options, **more)
-        errors = process.communicate(timeout=30)[1]
+        errors = process.communicate(timeout=PATIENCE_S)[1]
         return process.returncode, errors
 
     run.start, run.path = start, tmp_path
@@ -183,10 +187,11 @@ def test_an_older_marker_is_not_taken_for_a_new_one(job):
 
 def test_a_notice_to_the_batch_shell_reaches_srun_and_the_stop_file(job):
     process = job.start(FAKE="wait")
-    while not (job.path / "waiting").exists():
-        assert process.poll() is None
-    process.send_signal(10)
-    errors = process.communicate(timeout=30)[1]
+    wait_for((job.path / "waiting").exists)
+    # the shell sets its traps while srun starts
+    wait_for(lambda: has_signal(process.pid, "SigCgt", signal.SIGUSR1))
+    process.send_signal(signal.SIGUSR1)
+    errors = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 0
     assert "stopped at step 9; requeue 1 of 3" in errors
     assert (job.path / "shardclip-runs" / "41" / "stop").exists()

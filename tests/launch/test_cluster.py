@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardclip.run_file import read
+from tests.waiting import PATIENCE_S, text_of, wait_for
 
 HERE = Path(__file__).parent
 RANKS = HERE / "ranks.py"
@@ -18,7 +19,7 @@ RESUMABLE = HERE / "resumable.py"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.xdist_group("cluster"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
 ]
 
 
@@ -53,13 +54,13 @@ def test_check(job, leftovers):
 
 def test_check_names_the_host_that_does_not_answer(job, leftovers):
     python = f"{sys.executable} -m shardclip.launch check -n 1 --timeout 8"
-    script = f"[ $SLURM_NODEID = 1 ] && exec sleep 60; exec {python}"
+    script = f"[ $SLURM_NODEID = 1 ] && exec sleep 600; exec {python}"
     begin = time.monotonic()
     done = job.login(
         "srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "bash", "-c", script,
         check=False,
     )  # fmt: skip
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 240  # without the 8 s it waits for 300
     assert done.returncode != 0
     assert "host n2 did not join within 8 s" in done.stderr
     leftovers.assert_none()
@@ -85,7 +86,7 @@ def test_demo_over_two_nodes_with_two_ranks_each(job, leftovers, tmp_path, launc
 def test_exit_code_of_the_rank_that_failed_first(job, leftovers, launcher):
     job.submit("-N2", "-n2", f"--launcher={launcher}", RANKS, "exit", "3")
     assert job.wait() == ("FAILED", 7, 0)
-    # the peers fail 0.2 s later with code 1, and srun ends with theirs
+    # the peers fail a second later with code 1, and srun ends with theirs
     assert last_report(job.output).startswith(
         "shardclip-launch: first failure: rank 3 on n2 exited with code 7\n"
     )
@@ -114,7 +115,7 @@ def test_preempted_the_demo_saves_is_requeued_and_resumes(job, leftovers, tmp_pa
     job.submit("-N3", "-n1", TRAIN_LM, *small)
     job.wait_for("unclipped   10/100")
     job.login("srun", "--partition=urgent", "-N3", "--exclusive", "sleep", "1")
-    state, code, restarts = job.wait(240)
+    state, code, restarts = job.wait(600)
     assert (state, code) == ("COMPLETED", 0), job.output
     assert restarts >= 1
     saved = re.search(r"stopped at step (\d+); requeue 1 of 3", job.output)
@@ -132,7 +133,8 @@ def test_usr1_while_ranks_import_and_the_requeue_limit(job, leftovers, launcher)
     job.submit(
         "-N2", "-n1", f"--launcher={launcher}", "--max-requeues=0", RANKS, "import-slowly", "0"
     )
-    job.wait_for("rank 0 importing")
+    # all of them: before it has started, a guard cannot hold back the signal that ends it
+    job.wait_for_ranks("importing", "n1-rank0", "n2-rank1")
     job.login("scancel", "--signal=USR1", job.id)
     assert job.wait() == ("FAILED", 75, 0)
     assert "rank 0 stops at step 0\n" in job.output
@@ -153,12 +155,12 @@ def test_usr1_to_the_batch_shell_alone(job, leftovers):
 def test_a_node_loses_power_and_the_job_goes_on_elsewhere(job, minicluster, leftovers):
     job.submit(
         "-N2", "-n1", RESUMABLE, "--steps=25", "--pause=0.3", "--save-every=5", "--checkpoint=ck",
-        "--timeout=20",
+        "--timeout=300",
     )  # fmt: skip
     job.wait_for("step 6 ")
     minicluster("node-kill", "n2")
     try:
-        assert job.wait(240) == ("COMPLETED", 0, 1)
+        assert job.wait() == ("COMPLETED", 0, 1), job.output
     finally:
         minicluster("node-start", "n2")
     assert job.output.endswith("done\n")
@@ -169,7 +171,7 @@ def test_a_node_loses_power_and_the_job_goes_on_elsewhere(job, minicluster, left
 
 
 def test_an_occupied_port_is_named(job, minicluster, leftovers):
-    listen = "import socket, time; s = socket.create_server(('', 29511)); time.sleep(100)"
+    listen = "import socket, time; s = socket.create_server(('', 29511)); time.sleep(1000)"
     holder = minicluster.popen("on", "n1", sys.executable, "-c", listen)
     try:
         wait_until_listening(minicluster, "n1", 29511)
@@ -186,17 +188,15 @@ def test_an_occupied_port_is_named(job, minicluster, leftovers):
     finally:
         minicluster("on", "n1", "bash", "-c", "kill $(ss -tlnpH 'sport = :29511' | "
                     "grep -o 'pid=[0-9]*' | cut -d= -f2)", check=False)  # fmt: skip
-        holder.wait(20)
+        holder.wait(PATIENCE_S)
     leftovers.assert_none()
 
 
 def wait_until_listening(minicluster, node, port):
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        if minicluster("on", node, "ss", "-tlnH", f"sport = :{port}").stdout.strip():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"nothing listens on {node}:{port}")
+    def listens():
+        return minicluster("on", node, "ss", "-tlnH", f"sport = :{port}").stdout.strip()
+
+    wait_for(listens, lambda: f"nothing listens on {node}:{port}")
 
 
 def test_started_by_srun_alone_a_port_is_published(job, leftovers):
@@ -240,7 +240,7 @@ def test_following_a_job_ends_with_its_code(job, leftovers):
 
 @pytest.mark.parametrize(
     ("backend", "timeout", "host_timeout"),
-    [("static", 15, 60), ("c10d", 15, 60), ("static", 300, 8)],
+    [("static", 15, 600), ("c10d", 15, 600), ("static", 600, 15)],
     ids=["static", "c10d", "host-timeout"],
 )
 def test_two_hosts_by_hand_and_the_link_is_cut(
@@ -260,25 +260,18 @@ def test_two_hosts_by_hand_and_the_link_is_cut(
     ]  # fmt: skip
     try:
         logs = [tmp_path / str(n) / f"n{n + 1}-rank{n}-restart0.log" for n in (0, 1)]
-        end = time.monotonic() + 100
-        while not all(log.exists() and "sum 2" in log.read_text() for log in logs):
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        wait_for(
+            lambda: all("sum 2" in text_of(log) for log in logs), lambda: [*map(text_of, logs)]
+        )
         minicluster("link", "n2", "down")
-        begin = time.monotonic()
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-        seconds = time.monotonic() - begin
+        # the shorter of the two limits counts: the other, and torch's own, are minutes
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         minicluster("link", "n2", "up")
         for process in processes:
             process.kill()
-    if host_timeout < timeout:
-        # ranks that hang in a collective are killed 10 s after they were asked to end
-        assert seconds < host_timeout + 10 + 10, outputs
-        assert [process.returncode for process in processes] == [74, 74]
-    else:
-        assert seconds < timeout + 10, outputs
-        assert [process.returncode for process in processes] == [1, 1]
+    code = 74 if host_timeout < timeout else 1
+    assert [process.returncode for process in processes] == [code, code], outputs
     assert "host node 1 has not answered" in outputs[0]
     assert "host n1 (node 0) has not answered" in outputs[1]
     leftovers.assert_none()

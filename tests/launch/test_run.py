@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shardclip.launch.devices import cpus, shared_core_warning
 
 from shardclip.run_file import read
+from tests.processes import status_of
+from tests.waiting import PATIENCE_S, text_of, wait_for
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -25,11 +28,7 @@ def start(tmp_path, leftovers):
     processes = []
 
     def launch(*words, script=("ranks.py",), **environ):
-        clean = {
-            k: v
-            for k, v in os.environ.items()
-            if not k.startswith(("SLURM", "MASTER_", "SHARDCLIP")) and k != "OMP_NUM_THREADS"
-        }
+        clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         where = {"SHARDCLIP_RUN_DIR": str(tmp_path / "run"), leftovers.variable: "1"}
         command = [sys.executable, "-m", "shardclip.launch", "run", *words]
         process = subprocess.Popen(
@@ -52,13 +51,22 @@ def log(tmp_path, rank):
     return tmp_path / "run" / f"{os.uname().nodename}-rank{rank}-restart0.log"
 
 
-def wait_for(path, text, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if path.exists() and text in path.read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no {text!r} in {path}: {path.exists() and path.read_text()}")
+def wait_for_text(path, text):
+    wait_for(lambda: text in text_of(path), lambda: f"no {text!r} in {path}: {text_of(path)}")
+
+
+def up(leftovers, tmp_path, ranks=2):
+    """Wait until the ranks of a plain run are up; process ids of guards, and of ranks in order."""
+    for rank in range(ranks):
+        wait_for_text(log(tmp_path, rank), f"rank {rank} on")
+
+    def both():
+        seen = leftovers.processes()
+        guards = [pid for pid, words in seen if "shardclip.launch.guard" in words]
+        scripts = [pid for pid, words in seen if f"-u {HERE}" in words]
+        return len(guards) == len(scripts) == ranks and (guards, scripts)
+
+    return wait_for(both, leftovers.processes)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +79,8 @@ def wait_for(path, text, seconds=60):
 )
 def test_exit_code_is_the_first_failing_ranks(start, tmp_path, leftovers, does, ends):
     code, said = ends
-    process = start("-n", "2", script=("ranks.py", does, "1"), RANKS_TIMEOUT="20")
-    output, errors = process.communicate(timeout=100)
+    process = start("-n", "2", script=("ranks.py", does, "1"))
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code
     assert output == "rank 0 sum 2\n"
     # rank 0's follow-up error is shown, but does not stand last
@@ -89,10 +97,11 @@ def test_exit_code_is_the_first_failing_ranks(start, tmp_path, leftovers, does, 
 
 def test_term_is_a_notice_and_saved_ranks_exit_0(start, tmp_path, leftovers):
     process = start("-n", "2", script=("ranks.py", "sum", "0"))
-    wait_for(log(tmp_path, 1), "sum 2")
+    wait_for_text(log(tmp_path, 1), "sum 2")
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    few = shared_core_warning(cpus(), 2)
+    assert (process.returncode, errors) == (0, f"shardclip-launch: {few}\n" if few else "")
     steps = re.search(r"stops at step (\d+)", output)
     assert steps
     # the other rank stopped at the same step
@@ -104,9 +113,9 @@ def test_term_is_a_notice_and_saved_ranks_exit_0(start, tmp_path, leftovers):
 
 def test_usr1_while_ranks_import_is_not_lost(start, tmp_path, leftovers):
     process = start("-n", "2", "--tee", "all", script=("ranks.py", "import-slowly", "0"))
-    wait_for(log(tmp_path, 0), "importing")
+    wait_for_text(log(tmp_path, 0), "importing")
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     host = os.uname().nodename
     assert f"{host}:0 rank 0 stops at step 0\n" in output
@@ -116,58 +125,55 @@ def test_usr1_while_ranks_import_is_not_lost(start, tmp_path, leftovers):
 
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_time(start, tmp_path, leftovers):
     process = start("-n", "1", "--grace", "2", script=("ranks.py", "plain", "1"))
-    wait_for(log(tmp_path, 0), "rank 0")
+    wait_for_text(log(tmp_path, 0), "rank 0")
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM
-    assert 1.5 < time.monotonic() - begin < 20
+    assert time.monotonic() - begin >= 2
+    # the launcher itself would give up only 15 s later, and say otherwise
     assert "did not stop within 2 s of SIGTERM" in errors
     leftovers.assert_none()
 
 
 def test_sigkill_of_the_launcher_leaves_no_rank(start, tmp_path, leftovers):
     process = start("-n", "2", script=("ranks.py", "plain", "1"))
-    wait_for(log(tmp_path, 1), "rank 1")
-    assert len(leftovers.processes()) >= 5
+    up(leftovers, tmp_path)
     process.kill()
     process.wait()
-    leftovers.assert_none(5)
+    leftovers.assert_none()
 
 
 def test_sigkill_of_a_guard_ends_its_rank(start, tmp_path, leftovers):
     process = start("-n", "2", script=("ranks.py", "plain", "1"))
-    for rank in (0, 1):
-        wait_for(log(tmp_path, rank), f"rank {rank}")
-    guards = [pid for pid, words in leftovers.processes() if "launch.guard" in words]
-    assert len(guards) == 2
-    ranks = [pid for pid, words in leftovers.processes() if "-u " + str(HERE) in words]
+    guards, ranks = up(leftovers, tmp_path)
+    (own,) = [rank for rank in ranks if status_of(rank, "PPid") == str(guards[0])]
+    # its rank ends with it, without the launcher, which cannot do a thing meanwhile
+    process.send_signal(signal.SIGSTOP)
     os.kill(guards[0], signal.SIGKILL)
-    # at once, not only when the launcher has ended the rest
-    end = time.monotonic() + 2
-    while time.monotonic() < end and all(Path(f"/proc/{pid}/cmdline").exists() for pid in ranks):
-        time.sleep(0.01)
-    assert len(ranks) == 2
-    assert not all(Path(f"/proc/{pid}/stat").exists() for pid in ranks)
-    assert process.wait(60) == 137
-    assert "guard was killed by SIGKILL" in process.stderr.read()
-    leftovers.assert_none(5)
+    wait_for(lambda: own not in dict(leftovers.processes()), leftovers.processes, 60)
+    assert set(ranks) - set(dict(leftovers.processes())) == {own}
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 137
+    assert "guard was killed by SIGKILL" in errors
+    leftovers.assert_none()
 
 
 def test_children_of_a_failed_rank_are_ended(start, leftovers):
     process = start("-n", "1", script=("ranks.py", "orphan", "0"), RANKS_STEPS="0")
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
-    left = leftovers.processes()
     # a child of a rank that ended well may go on (an uploader): that is the script's own
-    assert len(left) == 1
+    wait_for(lambda: len(leftovers.processes()) == 1, leftovers.processes)
+    ((_, words),) = leftovers.processes()
+    assert "time.sleep(600)" in words
 
 
 def test_alone_without_a_launcher(tmp_path):
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER_"))}
     done = subprocess.run(
         [sys.executable, HERE / "ranks.py", "sum", "0"],
-        env=environ | {"RANKS_STEPS": "0", "SLURM_PROCID": "0"},
+        env=os.environ | {"RANKS_STEPS": "0", "SLURM_PROCID": "0"},
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "rank 0 sum 1\n")
@@ -181,9 +187,9 @@ def test_stopped_twice_the_demo_resumes_with_the_same_losses(start, tmp_path, le
         words = ["--steps=40", "--files=40", "--batch=1", "--checks=0", "--save-every=20"]
         process = start("-n", "2", script=(str(example), *words, "--out", out))
         if stop_at:
-            wait_for(log(tmp_path, 0), stop_at)
+            wait_for_text(log(tmp_path, 0), stop_at)
             process.send_signal(number)
-        output, errors = process.communicate(timeout=150)
+        output, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, errors
         for name in ("stop", log(tmp_path, 0).name):
             (tmp_path / "run" / name).unlink(missing_ok=True)
@@ -230,17 +236,17 @@ def test_ipv6_head_address(start, leftovers):
     process = start(
         "-n", "2", "--master-addr", "::1", script=("ranks.py", "sum", "0"), RANKS_STEPS="0"
     )
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, output) == (0, "rank 0 sum 2\n"), errors
     leftovers.assert_none()
 
 
-def test_mpirun_like_ranks_find_each_other(tmp_path):
+def test_mpirun_like_ranks_find_each_other(tmp_path, leftovers):
     """Open MPI's variables, and a port that rank 0 publishes."""
     processes = []
     for rank in range(2):
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER_"))}
-        environ |= {
+        environ = os.environ | {
+            leftovers.variable: "1",
             "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
             "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             "SLURM_PROCID": str(rank), "SHARDCLIP_RUN_DIR": str(tmp_path), "RANKS_STEPS": "0",
@@ -253,7 +259,7 @@ def test_mpirun_like_ranks_find_each_other(tmp_path):
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert outputs == ["rank 0 sum 2\n", "rank 1 sum 2\n"]
 
 

@@ -9,12 +9,8 @@ import pytest
 from shardclip.launch import StopSignal
 from shardclip.launch.errors import LaunchError
 
-
-def wait_until(true, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
+from tests.processes import has_signal
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -27,9 +23,9 @@ def stop(tmp_path):
 def test_a_signal_is_one_notice_however_often_it_comes(stop, number):
     assert stop.flag == 0
     os.kill(os.getpid(), number)
-    assert wait_until(lambda: stop.flag)
+    wait_for(lambda: stop.flag)
     os.kill(os.getpid(), number)
-    time.sleep(0.05)
+    wait_for(lambda: number not in signal.sigpending())  # it has been delivered
     assert stop.flag == 1
 
 
@@ -79,22 +75,28 @@ def test_former_handlers_come_back():
 
 
 def test_children_survive_usr1_and_end_by_term(stop):
-    spawned = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+    is_up, says_so = os.pipe()
+    code = f"import os, time; os.write({says_so}, b'.'); time.sleep(600)"
+    spawned = subprocess.Popen([sys.executable, "-c", code], pass_fds=[says_so])
     forked = os.fork()
     if forked == 0:
-        time.sleep(30)
+        os.write(says_so, b".")
+        time.sleep(600)
         os._exit(1)
     try:
-        time.sleep(0.3)
-        os.kill(spawned.pid, signal.SIGUSR1)
-        os.kill(forked, signal.SIGUSR1)
-        time.sleep(0.3)
-        assert spawned.poll() is None
-        assert os.waitpid(forked, os.WNOHANG) == (0, 0)
+        for _ in range(2):
+            os.read(is_up, 1)
+        for pid in (spawned.pid, forked):
+            os.kill(pid, signal.SIGUSR1)
+            # it waits, and ends nobody; of one that has ended a process nothing would be pending
+            assert has_signal(pid, "SigBlk", signal.SIGUSR1)
+            assert has_signal(pid, "ShdPnd", signal.SIGUSR1)
     finally:
         spawned.terminate()
         os.kill(forked, signal.SIGTERM)
-    assert spawned.wait(10) == -signal.SIGTERM
+        os.close(is_up)
+        os.close(says_so)
+    assert spawned.wait(PATIENCE_S) == -signal.SIGTERM
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == -signal.SIGTERM
     assert stop.flag == 0
 
@@ -111,7 +113,7 @@ def test_a_notice_while_python_ends_does_no_harm(tmp_path):
         "        self.kill(self.pid, self.number)\n"
         "sys.late = Late()\n"  # dies with the interpreter, after the handlers
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S)
     assert done.returncode == 0
 
 

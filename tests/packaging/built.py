@@ -14,7 +14,7 @@ KINDS = ("wheel", "sdist")
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "shardclip-runs")
 
 
-def run(*command: str | Path, cwd: Path, limit_s: float = 100) -> str:
+def run(*command: str | Path, cwd: Path, limit_s: float = 400) -> str:
     """Run a command away from the checkout; what it printed."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(

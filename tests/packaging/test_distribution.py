@@ -11,7 +11,7 @@ import pytest
 from tests.packaging.built import KINDS, ROOT, VERSION, archives, python_with, run
 from tests.readme.snippets import README, snippets
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("packaging")]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("packaging")]
 
 SCRIPT = """\
 import importlib.util
@@ -29,6 +29,7 @@ dist.init_process_group("gloo")
 found = settings.{setting}()
 exec({code!r}, found)
 assert float(found["result"].total_norm) > 1
+dist.barrier()
 dist.destroy_process_group()
 """
 

@@ -7,22 +7,34 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 800
+"""Of a program, some times what it takes on two cores."""
 
 
 def run(*command: str, code: int = 0) -> str:
     """Run a Python program from the repository's root and return what it printed."""
+    done = run_through(*command)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def run_through(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python program from the repository's root to its end, whatever that is."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+
+
+def widest(printed: str, out: Path) -> int:
+    """Count the columns of the longest line, with a short path where it names this one."""
+    return max(map(len, printed.replace(str(out), "runs/out").splitlines()))
 
 
 def records(path: Path) -> list[dict]:

@@ -1,32 +1,23 @@
 """Each layout's example, as a user starts it."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs.starting import ROOT, run_through
+
 FOLDER = ROOT / "examples" / "layouts"
 RANKS = {"fsdp1": 2, "fsdp2": 2, "tensor_parallel": 4, "pipeline": 2, "experts": 2}
 EVERY_RANK_PRINTS = ("pipeline", "experts")
 STEPS = 4
+pytestmark = pytest.mark.timeout(900)
 CLIPPED = re.compile(r"step (\d): ClipResult\(norm (\S+), clipped by (\S+) to (\S+)\)")
 
 
 def run(name: str) -> list[tuple[float, ...]]:
     """Run an example; step, norm, coefficient and what was left, as printed, in order of steps."""
     ranks = ["--standalone", "--nproc-per-node", str(RANKS[name])]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *ranks, FOLDER / f"{name}.py"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_through("-m", "torch.distributed.run", *ranks, FOLDER / f"{name}.py")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Warning" not in done.stderr, done.stderr
     return sorted(tuple(map(float, found)) for found in CLIPPED.findall(done.stdout))

@@ -4,7 +4,9 @@ import pytest
 
 from shardclip.cli import main
 from shardclip.run_file import read
-from tests.programs.starting import run
+from tests.programs.starting import run, widest
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_demo(tmp_path, capsys):
@@ -25,6 +27,6 @@ def test_demo(tmp_path, capsys):
     assert all(step.total_norm == step.clipped_norm for step in unclipped.steps)
     assert all(step.clipped_norm == pytest.approx(0.1, rel=1e-4) for step in clipped.steps)
     assert "norm against the gathered gradients" in printed
-    assert max(len(line) for line in printed.splitlines()) <= 80
+    assert widest(printed, tmp_path) <= 80
     assert main(["plot", *map(str, paths), "-o", str(tmp_path / "plot.png")]) == 0
     capsys.readouterr()

@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardclip.run_file import read
+from tests.waiting import PATIENCE_S, wait_for
 
+pytestmark = pytest.mark.timeout(900)
 TRAIN_LM = Path(__file__).parents[2] / "examples" / "train_lm.py"
 SMALL = ("--steps=2", "--files=40", "--batch=1", "--checks=0")
 
@@ -26,7 +27,7 @@ def start(out, *more, **environ):
 
 def train(out, *more, code=0, **environ):
     process = start(out, *more, **environ)
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, errors
     return output + errors
 
@@ -68,9 +69,7 @@ def test_stopped_in_a_run_and_at_its_end(tmp_path, whole):
 
 def test_killed_after_a_save(tmp_path, whole):
     process = start(tmp_path, "--save-every=1")
-    end = time.monotonic() + 60
-    while not (tmp_path / "checkpoint/latest.json").exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for((tmp_path / "checkpoint/latest.json").exists)
     process.kill()
     process.communicate()
     latest = json.loads((tmp_path / "checkpoint/latest.json").read_text())

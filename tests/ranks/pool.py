@@ -1,5 +1,6 @@
 """The parent's side of the pool: starts ranks, sends functions by name, reports failures."""
 
+import contextlib
 import functools
 import os
 import pickle
@@ -10,11 +11,14 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
+from tests.waiting import wait_for
+
 from .nursery import Nursery
 
-START_LIMIT_S = 90.0
-CALL_LIMIT_S = 60.0
+START_LIMIT_S = 200.0  # each below pytest's own limit, which knows less of what hangs
+CALL_LIMIT_S = 200.0
 GRACE_S = 2.0  # after the first failure the other ranks get this long to report theirs
+STACK_S = 5.0  # a rank's faulthandler writes at once, if it can at all
 
 
 class RankError(AssertionError):
@@ -42,8 +46,10 @@ class Rank:
 
     def where_it_hangs(self) -> str:
         """The Python stack of a rank that does not come back, written by its faulthandler."""
+        before = self.log.stat().st_size
         os.kill(self.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: b"in <module>" in self.log.read_bytes()[before:], seconds=STACK_S)
         return self.log_tail()
 
     def log_tail(self) -> str:

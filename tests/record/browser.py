@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 
+from tests.waiting import wait_for
+
 PROGRAMS = ("chromium-headless-shell", "chromium")
 REQUIRED = "SHARDCLIP_REQUIRE_BROWSER"
 
@@ -47,16 +49,18 @@ class Browser:
         self._number = 0
         self.requests = []
         self.complaints = []
+        self._loaded = set()
         self._session = None
-        (page,) = [
-            target
-            for target in self.call("Target.getTargets")["targetInfos"]
-            if target["type"] == "page"
-        ]
+        (page,) = wait_for(self._pages)
         attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
+
+    def _pages(self):
+        targets = self.call("Target.getTargets")["targetInfos"]
+        return [target for target in targets if target["type"] == "page"]
 
     def call(self, method, **parameters):
         """Call a method of the protocol; its result."""
@@ -84,6 +88,8 @@ class Browser:
         method, about = message.get("method"), message.get("params", {})
         if method == "Network.requestWillBeSent":
             self.requests.append(about["request"]["url"])
+        if method == "Page.lifecycleEvent" and about["name"] == "load":
+            self._loaded.add(about["loaderId"])
         if method in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
             self.complaints.append(about)
 
@@ -97,9 +103,9 @@ class Browser:
             mobile=mobile,
         )
         self.requests.clear()
-        self.call("Page.navigate", url=url)
-        while self.ask("document.readyState") != "complete" or self.ask("location.href") != url:
-            pass
+        document = self.call("Page.navigate", url=url)["loaderId"]
+        while document not in self._loaded:
+            self._notice(self._next())
 
     def ask(self, expression):
         """Evaluate JavaScript; its value."""

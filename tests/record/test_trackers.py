@@ -145,7 +145,13 @@ def test_weights_and_biases(tmp_path):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "WANDB_MODE": "offline",
+            "WANDB_SILENT": "true",
+            "WANDB__SERVICE_WAIT": "200",  # seconds; its service is slow to start under load
+        },
     )
     assert done.returncode == 0, done.stderr
     assert "no Weights & Biases run is going on; call wandb.init() first" in done.stdout
