@@ -38,7 +38,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, help="fresh sets of processes [3 for --targets and --case, else 1]"
     )
-    parser.add_argument("--repeats", type=int, default=7, help="timed calls in a round [7]")
+    parser.add_argument("--repeats", type=int, default=9, help="timed calls in a round [9]")
     parser.add_argument("--threads", type=int, default=1, help="of each rank [1]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file to add to [runs/benchmarks/<time>.jsonl]")

@@ -1,14 +1,17 @@
 """What one rank does: build the gradients, take the times, count.
 
 A barrier stands before every timed call, and the time of a call is the maximum over the ranks.
-Contenders take turns, call by call. Gradients are new objects in every call, as after a backward
-pass; their values are restored, outside the timed part, where a call has changed them.
+Contenders take turns of a few calls, in an order that is drawn for every round of turns. The first
+call of a turn is not timed: it pays for what the contender before has left behind, in the caches
+and in the scheduler's book. Gradients are new objects in every call, as after a backward pass;
+their values are restored, outside the timed part, where a call has changed them.
 """
 
 import gc
 import json
 import logging
 import os
+import random
 import sys
 import time
 import warnings
@@ -31,6 +34,7 @@ from .shapes import tiny
 
 _PATIENCE = timedelta(seconds=300)  # 10,000 DTensors take torch minutes, once
 _HALF = 1e-2  # what rounding may change of a 16-bit gradient, generously
+_CALLS = 3  # timed ones in a turn
 _TOLD = 160  # characters of a contender's error
 
 
@@ -42,10 +46,10 @@ class Settings:
         repeats: Timed calls of each contender and kind of step.
         seed: Of the gradients.
         threads: Of each rank.
-        turn: Who comes first.
+        turn: Which set of processes this is.
     """
 
-    repeats: int = 7
+    repeats: int = 9
     seed: int = 0
     threads: int = 1
     turn: int = 0
@@ -141,7 +145,7 @@ def _try(contenders: Sequence[Contender], gradients: Gradients) -> dict[str, str
 def _time_all(
     contenders: Sequence[Contender], gradients: Gradients, settings: Settings
 ) -> dict[tuple[str, str], Times]:
-    order = _rotate(contenders, settings.turn)
+    drawn = random.Random(f"{settings.seed} {settings.turn}")  # the same order on every rank
     made: dict[str, Clipping] = {}
     times: dict[tuple[str, str], Times] = {}
     # Not in turns: torch's own first, before others that call the same operations have filled its
@@ -151,14 +155,16 @@ def _time_all(
         made[contender.name] = _time_first(contender, gradients, first)
     for step in (USUAL, CLIPPED):
         max_norm = gradients.norm * HEADROOM[step]
-        chosen = [contender for contender in order if step in contender.steps]
+        chosen = [contender for contender in contenders if step in contender.steps]
         gradients.restore()
-        for repeat in range(settings.repeats):
-            for contender in _rotate(chosen, repeat):
+        renew = gradients.attach if step == USUAL else gradients.restore
+        for repeat in range(0, settings.repeats, _CALLS):
+            for contender in drawn.sample(chosen, len(chosen)):
                 into = times.setdefault((step, contender.name), Times())
-                renew = gradients.attach if step == USUAL else gradients.restore
-                renew()
-                _time(made[contender.name], max_norm, into)
+                calls = min(_CALLS, settings.repeats - repeat)
+                for kept in (Times(), *[into] * calls):
+                    renew()
+                    _time(made[contender.name], max_norm, kept)
     for held in times.values():
         held.seconds, held.cpu_seconds, held.hidden = (
             _largest(values) for values in (held.seconds, held.cpu_seconds, held.hidden)
@@ -249,8 +255,3 @@ def _largest(values: Sequence[float]) -> list[float]:
     if dist.is_initialized():
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return [float(value) for value in largest.tolist()]
-
-
-def _rotate(contenders: Sequence[Contender], turn: int) -> list[Contender]:
-    turn %= max(1, len(contenders))
-    return [*contenders[turn:], *contenders[:turn]]

@@ -261,9 +261,11 @@ def conclude(
         total_norm = exact.finish(sums[: lanes.groups].sum(0), p, lanes.window)
     else:
         norms = norm.finish(powers, p)
-        held = powers[: lanes.groups]
-        whole = held.amax() if norm.is_maximum(p) else held.sum()
-        total_norm = norms[0] if lanes.groups == 1 else norm.finish(whole, p)
+        total_norm = norms[0]
+        if lanes.groups > 1:
+            held = powers[: lanes.groups]
+            whole = held.amax() if norm.is_maximum(p) else held.sum()
+            total_norm = norm.finish(whole, p)
     if unit is not None and p != 0:
         unit = compat.to_device(unit, norms.device)
         norms, total_norm = norms * unit, total_norm * unit
