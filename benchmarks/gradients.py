@@ -1,5 +1,6 @@
 """One rank's gradients of a case, made as its layout makes them, and what they were at first."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,9 +84,13 @@ def build(case: Case, seed: int) -> Gradients:
         nn.Parameter(_wrap(torch.zeros_like(v), *e)) for v, e in zip(saved, flat, strict=True)
     ]
 
+    # Two sets in turn: as new to each call as a backward pass's, without the work of making them.
+    pairs = list(zip(parameters, locals_, strict=True))
+    sets = itertools.cycle([[like(*pair) for pair in pairs] for _ in range(2)])
+
     def attach() -> None:
-        for parameter, local in zip(parameters, locals_, strict=True):
-            parameter.grad = like(parameter, local)
+        for parameter, grad in zip(parameters, next(sets), strict=True):
+            parameter.grad = grad
 
     norm = true_norm(saved, [piece.copies for _, piece in flat])
     made = Gradients(case, parameters, parameters, locals_, saved, norm, attach)
