@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .planner import Planner, Settled
 from .tables import Tables
 
 FUNCTION_LANES = Lanes(checks=True)
-"""The functions plan anew in every call, so that their payload's length is a constant."""
+"""The functions have agreed on nothing, so that their payload's length is a constant."""
 
 
 _WIDE = frozenset({torch.float64, torch.complex128})
@@ -100,6 +100,11 @@ class Plan:
     def each(self) -> Tensor | None:
         """Return the kernel's sum for each tensor of the last step, where it makes one."""
         return None if self._tables is None else self._tables.kernel.each
+
+    def without_parameters(self) -> Plan:
+        """Return the same with no parameter but their names, for what must not keep them alive."""
+        seats = [replace(seat, source=replace(seat.source, parameter=None)) for seat in self.seats]
+        return replace(self, seats=seats, notices=[])
 
     def tables(
         self, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device

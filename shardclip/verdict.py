@@ -15,7 +15,6 @@ import torch
 from . import drift, inspection, kernels, reduce, replicas
 from .compat import HostCopy, on_host
 from .errors import NonFiniteGradientError, ReplicaMismatchError
-from .gradients import Source
 from .inspection import listed
 from .measure import Measured
 from .norm import is_maximum
@@ -270,11 +269,7 @@ class Deferred:
 
     def without_parameters(self) -> Deferred:
         """Forget the parameters but for their names, for a verdict that nobody else keeps."""
-        seats = [
-            replace(seat, source=Source(seat.source.name, None))
-            for seat in self.measured.plan.seats
-        ]
-        self.measured.plan = replace(self.measured.plan, seats=seats, notices=[], _tables=None)
+        self.measured.plan = replace(self.measured.plan.without_parameters(), _tables=None)
         return self
 
     def settle(self, world: World) -> None:
