@@ -246,7 +246,9 @@ def _check_groups(told: Sequence[tuple[Sequence[_Described], list[int]]]) -> Non
             if entry.held and entry.owner is not None:
                 groups[entry.identity].append(entry.group)
         for identity, held in groups.items():
-            found[identity][", ".join(map(str, held))] += ranks
+            times = Counter(held).items()
+            shown = [f"{group} ({n} times)" if n > 1 else str(group) for group, n in times]
+            found[identity][", ".join(shown)] += ranks
     lines = [
         f"{identity.label} is in "
         + ", ".join(f"group {group} on rank {listed(ranks)}" for group, ranks in held.items())
@@ -256,7 +258,7 @@ def _check_groups(told: Sequence[tuple[Sequence[_Described], list[int]]]) -> Non
     if lines:
         raise ValueError(
             f"param groups differ between ranks: {verdict.few(lines)}. Give all ranks the same "
-            "groups in the same order"
+            "parameters and groups in the same order"
         )
 
 

@@ -460,6 +460,7 @@ class GradClipper(FromFrameworks):
             keys=self._agreed.keys,
             sums=self.also,
             skipped=True,
+            nonfinite=self._names(measured),
             max_norms=[None if callable(limit) else limit for limit in begun.limits],
             step=self.steps,
         )

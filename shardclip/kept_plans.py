@@ -1,12 +1,13 @@
-"""Plans of earlier calls: the functions use them again for the same parameters.
+"""Plans of earlier calls: the functions use them again for parameters like those of before.
 
-A loop calls with the same parameters in every step. From the third call on nothing is planned,
-as long as gradients of the same kind are there. No parameter is kept alive.
+A loop calls with the same parameters in every step. From the third call on nothing is planned, as
+long as the same kind of gradients is there. Neither parameters nor gradients are held: a plan
+depends on their kinds and names alone.
 """
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from . import compat
 from .gradients import Source
 from .plan import Plan
 
-_MOST = 8  # sets of parameters
+_MOST = 4  # sets of parameters; a plan keeps small tables on its device
+_threads = threading.local()  # a plan's tables are written in every step
 
 
 @dataclass(frozen=True)
@@ -25,33 +27,12 @@ class _Kept:
     """What was seen in an earlier call.
 
     Attributes:
-        parameters: The sources' parameters and names, in order.
-        signature: What the plan depends on in their gradients.
-        plan: What was made for them; None where they were seen once: one call alone pays nothing.
+        kinds: All that the plan depends on: see ``_kinds``.
+        plan: What was made for it; None where it was seen once: a call alone keeps nothing.
     """
 
-    parameters: list[tuple[weakref.ref[Tensor], str]]
-    signature: list[object]
+    kinds: list[object]
     plan: Plan | None
-
-    def is_of(self, sources: Sequence[Source], signature: list[object]) -> bool:
-        """Whether these are the same parameters, with gradients of the same kind."""
-        return (
-            len(sources) == len(self.parameters)
-            and signature == self.signature
-            and all(
-                seen() is source.parameter and name == source.name
-                for (seen, name), source in zip(self.parameters, sources, strict=True)
-            )
-        )
-
-
-def _is_simple(source: Source) -> bool:
-    """Whether what is known of it lies in the parameter and its gradient alone."""
-    return source.span is None and source.ownership is None and isinstance(source.parameter, Tensor)
-
-
-_kept: OrderedDict[Hashable, _Kept] = OrderedDict()
 
 
 def find(
@@ -64,23 +45,41 @@ def find(
 
     Args:
         key: What else the plan depends on.
-        sources: Parameters, each with a gradient of its own.
-        grads: Their gradients.
+        sources: Where the gradients are found.
+        grads: The gradients.
         make: Makes the plan.
     """
-    if not all(_is_simple(source) for source in sources):
+    try:
+        kinds = _kinds(sources, grads)
+    except Exception:  # of a strange tensor, on this rank alone: the plan says what is wrong
+        kinds = None
+    if kinds is None or compat.is_capturing():  # a graph may outlive what is kept
         return make()
-    where = key, len(sources), id(sources[0].parameter) if sources else None
-    signature = compat.signatures(grads)
-    kept = _kept.get(where)
-    again = kept is not None and kept.is_of(sources, signature)
-    if kept is not None and again and kept.plan is not None:
-        _kept.move_to_end(where)
-        return kept.plan
-    made = make()
-    if not made.problems and not made.notices:
-        seen = [(weakref.ref(source.parameter), source.name) for source in sources]
-        _kept[where] = _Kept(seen, signature, made.without_parameters() if again else None)
-        while len(_kept) > _MOST:
-            _kept.popitem(last=False)
+    kept: OrderedDict[Hashable, _Kept] = vars(_threads).setdefault("kept", OrderedDict())
+    where = key, len(sources), sources[0].name if sources else None
+    found = kept.pop(where, None)
+    again = found is not None and found.kinds == kinds
+    made = found.plan if found is not None and again else None
+    if made is None:
+        made = make()
+        if made.problems or made.notices:
+            return made
+        found = None
+    kept[where] = found or _Kept(kinds, made.without_parameters() if again else None)
+    while len(kept) > _MOST:
+        kept.popitem(last=False)
     return made
+
+
+def _kinds(sources: Sequence[Source], grads: Sequence[Tensor | None]) -> list[object] | None:
+    """Tell the kinds of parameters and gradients, and their names; None where that is not all."""
+    if any(source.span is not None or source.ownership is not None for source in sources):
+        return None
+    parameters = [source.parameter for source in sources]
+    if any(map(compat.is_fsdp1_flattened, parameters)):
+        return None
+    kinds = compat.signatures(parameters) + compat.signatures(grads)
+    meshes = {id(kind.mesh): kind.mesh for kind in kinds if hasattr(kind, "mesh")}
+    # To torch a slice may equal one of another mesh, and other ranks then hold copies.
+    roots = [compat.root_mesh(mesh) for mesh in meshes.values()]
+    return [*kinds, *roots, *(source.name for source in sources)]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardclip import GradClipper, ReplicaMismatchError, clip_grad_norm_, kernels, measure, single
@@ -107,3 +108,19 @@ def test_one_rank_that_reads_waits_with_its_error_for_the_others(wrong):
         assert clipper.clip_().total_norm.isnan()
         assert local_of(made.grad).equal(before)
         raised_everywhere(clipper.clip_, kind, "copied", r"rank 1|ranks 0, 1")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["function", "clipper"])
+def test_memory_that_is_shared_in_a_later_step_raises_in_the_next_call(by):
+    made = sharded_parameter()
+    with as_on_a_device():
+        clipper = GradClipper([("w", made)], 1e9)
+        call = clipper.clip_ if by == "clipper" else lambda: clip_grad_norm_([made], 1e9)
+        for _ in range(4):
+            made.grad = sharded(FULL, mesh_of(2), [S0])
+            call()
+        if dist.get_rank():
+            made.grad = DTensor.from_local(torch.ones(1).expand(2), made.device_mesh, [S0])
+        call()
+        raised_everywhere(call, ValueError, "share memory", "rank 1")

@@ -109,3 +109,15 @@ def test_complex_and_half_tensors():
     assert proof([tensor, tensor.conj()])
     half = torch.randn(50).half()
     assert not proof([half, half])
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda b: b[:, 0], lambda b: b.view(-1)[::2], lambda b: b.T[:1], lambda b: b.t()[0]]
+)
+@pytest.mark.parametrize("rows", [8, 300])
+def test_a_sample_is_of_the_tensor_and_not_of_its_neighbours(cut, rows):
+    wide = torch.arange(2.0 * rows).view(rows, 2)
+    tensor = cut(wide)
+    sample = replicas.spread(tensor)
+    assert sample.tolist() == replicas.spread(tensor.contiguous()).tolist()
+    assert set(sample.tolist()) <= set(tensor.flatten().tolist())

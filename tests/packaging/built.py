@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+from tests import aborts
+
 ROOT = Path(__file__).parents[2]
 VERSION = "9.8.7"  # written into the copy's one place, and expected everywhere
 KINDS = ("wheel", "sdist")
@@ -17,14 +19,16 @@ _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "s
 def run(*command: str | Path, cwd: Path, limit_s: float = 400) -> str:
     """Run a command away from the checkout; what it printed."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
+    done = aborts.run_through(
+        lambda: subprocess.run(
+            command,
+            cwd=cwd,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import aborts
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 800
 """Of a program, some times what it takes on two cores."""
@@ -21,14 +23,16 @@ def run(*command: str, code: int = 0) -> str:
 def run_through(*command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a Python program from the repository's root to its end, whatever that is."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+    return aborts.run_through(
+        lambda: subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
     )
 
 

@@ -1,14 +1,12 @@
 """Each loop's example, as a user starts it, on two ranks."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs.starting import ROOT, run_through
+
 EXAMPLES = sorted((ROOT / "examples").glob("*_loop.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CLIPPED = re.compile(r"ClipResult\(norm (\S+), clipped by (\S+) to (\S+)\)")
@@ -23,15 +21,7 @@ def test_there_is_one_for_each_loop():
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs_and_clips(example: Path):
     assert len(example.read_text().splitlines()) <= 40
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, str(example)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    done = run_through(*TORCHRUN, example)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = [tuple(map(float, match)) for match in CLIPPED.findall(done.stdout + done.stderr)]
     assert found, done.stdout[-2000:]
