@@ -76,6 +76,8 @@ def _kinds(sources: Sequence[Source], grads: Sequence[Tensor | None]) -> list[ob
     if any(source.span is not None or source.ownership is not None for source in sources):
         return None
     parameters = [source.parameter for source in sources]
+    if not all(isinstance(parameter, Tensor) for parameter in parameters):
+        return None
     if any(map(compat.is_fsdp1_flattened, parameters)):
         return None
     kinds = compat.signatures(parameters) + compat.signatures(grads)

@@ -140,6 +140,18 @@ def test_a_gradient_that_shares_memory_later_is_refused_on_all_ranks():
 
 
 @on_ranks(2)
+def test_what_is_no_tensor_later_is_refused_on_all_ranks():
+    held = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for _ in range(3):
+        for one in held:
+            one.grad = torch.ones(4)
+        clip_grad_norm_(held, 1e9)
+    if dist.get_rank():
+        held[1] = held[1].detach().numpy()  # to compare it gives an array
+    raised_everywhere(lambda: clip_grad_norm_(held, 1e9), TypeError, "rank 1")
+
+
+@on_ranks(2)
 def test_what_has_no_shape_is_refused_on_all_ranks():
     held = torch.nn.Parameter(torch.ones(4))
     if dist.get_rank():
