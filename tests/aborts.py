@@ -3,15 +3,19 @@
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
+RUNS = 3
 SAID = "terminate called without an active exception"
 
 
 def run_through(start: Callable[[], CompletedProcess[str]]) -> CompletedProcess[str]:
-    """Run a program of several ranks to its end, and once more where torch has aborted it.
+    """Run a program of several ranks to its end, and again where torch has aborted it.
 
     A thread of Gloo's that gives back a tensor when Python is ending takes the process with it
-    (exit code -6), after all of its work; scripts without this library do the same. Twice in a row
-    is another fault, and the caller's to find.
+    (exit code -6), after all of its work; scripts without this library do the same, the more so on
+    a busy machine. Three times in a row is another fault, and the caller's to find.
     """
-    done = start()
-    return start() if done.returncode != 0 and SAID in done.stderr else done
+    for _ in range(RUNS):
+        done = start()
+        if done.returncode == 0 or SAID not in done.stderr:
+            break
+    return done

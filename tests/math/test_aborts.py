@@ -13,10 +13,11 @@ from tests import aborts
         (["", ""], 1),
         (["ValueError", ""], 1),
         ([aborts.SAID, ""], 2),
-        ([aborts.SAID, aborts.SAID], 2),
+        ([aborts.SAID, aborts.SAID, ""], 3),
+        ([aborts.SAID] * 4, 3),
     ],
 )
-def test_once_and_for_nothing_else(said, ends):
+def test_a_few_times_and_for_nothing_else(said, ends):
     runs = iter(said)
     started = []
 

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("packaging")]
 
 SCRIPT = """\
 import importlib.util
+import os
 import sys
 
 import torch.distributed as dist
@@ -31,6 +32,8 @@ exec({code!r}, found)
 assert float(found["result"].total_norm) > 1
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # torch's threads may abort a Python that ends: see tests/aborts.py
 """
 
 
