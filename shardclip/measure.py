@@ -66,8 +66,6 @@ class Measured:
 
         What was read last comes first: it is still in the cache.
         """
-        if not self.local:  # they could not be read: all ranks raise, some of them in the next call
-            return []
         pairs = zip(reversed(self.plan.seats), reversed(self.local), strict=True)
         return [
             adapters.storage(tensor)
@@ -200,7 +198,8 @@ def start(
         parts, wholes = readings(plan, local)
         payload, sketches = fill(plan, parts, wholes, local, p, device, flags, added, compare)
     except Exception as error:  # out of memory, say: this rank must still join the all-reduce
-        plan = replace(plan, problems=[*plan.problems, problem("this rank's gradients", error)])
+        problems = [*plan.problems, problem("this rank's gradients", error)]
+        plan = replace(plan, problems=problems, seats=[], _tables=None)  # nothing is held here
         flags, local, wholes = replace(flags, errors=1), [], []
         payload, _ = fill(plan, [], [], [], p, device, flags)
     work = reduce.all_reduce(payload, world, maximum=norm.is_maximum(p))

@@ -8,7 +8,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardclip import GradClipper, ReplicaMismatchError, clip_grad_norm_, kernels, measure, single
+from shardclip import (
+    AdaptiveGradClipper,
+    GradClipper,
+    PerTensorClipper,
+    ReplicaMismatchError,
+    clip_grad_norm_,
+    kernels,
+    measure,
+    single,
+)
 from shardclip.kernels import foreach
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.tensors import S0, local_of, mesh_of, parameter, sharded
@@ -111,16 +120,22 @@ def test_one_rank_that_reads_waits_with_its_error_for_the_others(wrong):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", ["function", "clipper"])
+@pytest.mark.parametrize("by", ["function", "clipper", "tensor by tensor", "unit by unit"])
 def test_memory_that_is_shared_in_a_later_step_raises_in_the_next_call(by):
     made = sharded_parameter()
     with as_on_a_device():
-        clipper = GradClipper([("w", made)], 1e9)
-        call = clipper.clip_ if by == "clipper" else lambda: clip_grad_norm_([made], 1e9)
+        named = [("w", made)]
+        call = {
+            "function": lambda: lambda: clip_grad_norm_([made], 1e9),
+            "clipper": lambda: GradClipper(named, 1e9).clip_,
+            "tensor by tensor": lambda: PerTensorClipper(named, 1e9).clip_,
+            "unit by unit": lambda: AdaptiveGradClipper(named, 1e9).clip_,
+        }[by]()
         for _ in range(4):
             made.grad = sharded(FULL, mesh_of(2), [S0])
             call()
         if dist.get_rank():
-            made.grad = DTensor.from_local(torch.ones(1).expand(2), made.device_mesh, [S0])
+            expanded = torch.ones(1).expand(2)  # of the same kind, so that nothing is planned anew
+            made.grad = DTensor(expanded, made.grad._spec, requires_grad=False)
         call()
         raised_everywhere(call, ValueError, "share memory", "rank 1")
