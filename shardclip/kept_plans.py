@@ -59,14 +59,13 @@ def find(
     where = key, len(sources), sources[0].name if sources else None
     found = kept.pop(where, None)
     again = found is not None and found.kinds == kinds
-    made = found.plan if found is not None and again else None
-    if made is None:
-        made = make()
-        if made.problems or made.notices:
-            return made
-        found = None
-    kept[where] = found or _Kept(kinds, made.without_parameters() if again else None)
-    while len(kept) > _MOST:
+    if found is not None and again and found.plan is not None:
+        kept[where] = found  # the latest
+        return found.plan
+    made = make()
+    if not (made.problems or made.notices):
+        kept[where] = _Kept(kinds, made.without_parameters() if again else None)
+    if len(kept) > _MOST:
         kept.popitem(last=False)
     return made
 
