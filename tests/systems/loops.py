@@ -59,6 +59,16 @@ def loss_of(trained: nn.Module, inputs: Tensor) -> Tensor:
     return trained(inputs).square().mean()
 
 
+def clipped_descent(twin: nn.Module, max_norm: float) -> float:
+    """One step down the clipped gradients, in plain torch; their exact norm before."""
+    norm = exact_norm([p.grad for p in twin.parameters()], 2.0)
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.sub_(parameter.grad, alpha=LEARNING_RATE * factor)
+    return norm
+
+
 def unsharded(max_norm: float = MAX_NORM) -> tuple[list[float], dict[str, Tensor]]:
     """Train on one process, in plain torch: each step's exact norm, and the parameters after."""
     twin, norms = model(), []
@@ -67,11 +77,7 @@ def unsharded(max_norm: float = MAX_NORM) -> tuple[list[float], dict[str, Tensor
         for rank in range(RANKS):
             for micro in range(ACCUMULATE):
                 (loss_of(twin, batch(rank, step, micro)) / (RANKS * ACCUMULATE)).backward()
-        norms.append(exact_norm([p.grad for p in twin.parameters()], 2.0))
-        factor = min(1.0, max_norm / (norms[-1] + 1e-6))
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.sub_(parameter.grad, alpha=LEARNING_RATE * factor)
+        norms.append(clipped_descent(twin, max_norm))
     return norms, {name: p.detach() for name, p in twin.named_parameters()}
 
 

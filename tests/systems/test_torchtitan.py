@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from shardclip import GradClipper, clip_grad_norm_
 from shardclip.adapters import torchtitan as adapter
-from tests.ranks import count_collectives, everywhere
+from tests.ranks import Collective, count_collectives, everywhere
 from tests.ranks.tensors import exact_norm, local_of, sharded
 from tests.ranks.unsharded import assert_norm, assert_one_all_reduce
 from tests.systems.frameworks import on_ranks
@@ -34,6 +34,24 @@ def full_gradients(model: Model) -> dict[str, torch.Tensor]:
     return found
 
 
+def clipped(named, total: float, dims, clipper: bool) -> list[Collective]:
+    """Clip to a quarter of the norm, and check norm and gradients; what was communicated."""
+    parameters = [one for _, one in named]
+    old = [local_of(one.grad).clone() for one in parameters]
+    made = GradClipper(named, total / 4) if clipper else None
+    layout = adapter.layout(dims)
+    with count_collectives() as calls:
+        if made is not None:
+            norm = made.clip_().total_norm
+        else:
+            norm = clip_grad_norm_(parameters, total / 4, layout=layout)
+    assert_one_all_reduce(calls)
+    assert_norm(norm, total)
+    for one, was in zip(parameters, old, strict=True):
+        torch.testing.assert_close(local_of(one.grad), was / 4, rtol=1e-5, atol=1e-12)
+    return calls
+
+
 def check(degrees, clipper: bool) -> None:
     torchtitan()
     from torchtitan.distributed.utils import clip_grad_norm_ as theirs
@@ -47,21 +65,10 @@ def check(degrees, clipper: bool) -> None:
         pp_mesh = model.dims.get_optional_mesh("pp")
         norm = theirs(parameters, 1e9, foreach=True, pp_mesh=pp_mesh, ep_enabled=False)
     assert norm.item() == pytest.approx(total, rel=1e-4)
-    old = [local_of(one.grad).clone() for one in parameters]
-    made = GradClipper(named, total / 4) if clipper else None
-    layout = adapter.layout(model.dims)
-    with count_collectives() as calls:
-        if made is not None:
-            norm = made.clip_().total_norm
-        else:
-            norm = clip_grad_norm_(parameters, total / 4, layout=layout)
-    assert_one_all_reduce(calls)
-    assert_norm(norm, total)
+    calls = clipped(named, total, model.dims, clipper)
     assert len(before) >= len(calls)
     if sum(degree > 1 for degree in degrees.values()) > 1 and "dp_replicate" not in degrees:
         assert len(before) > len(calls)
-    for one, was in zip(parameters, old, strict=True):
-        torch.testing.assert_close(local_of(one.grad), was / 4, rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize("clipper", [False, True], ids=["function", "clipper"])
@@ -137,20 +144,9 @@ def test_experts_on_its_sparse_mesh(degrees, clipper):
     parameters = [one for _, one in named]
     for name, one in named:
         one.grad = sharded(full[name.partition(".")[2]], one.device_mesh, one.placements)
-    old = [local_of(one.grad).clone() for one in parameters]
     norm = theirs(parameters, 1e9, foreach=True, pp_mesh=pp, ep_enabled=True)
     assert norm.item() == pytest.approx(total, rel=1e-5)
-    made = GradClipper(named, total / 4) if clipper else None
-    layout = adapter.layout(dims)
-    with count_collectives() as calls:
-        if made is not None:
-            norm = made.clip_().total_norm
-        else:
-            norm = clip_grad_norm_(parameters, total / 4, layout=layout)
-    assert_one_all_reduce(calls)
-    assert_norm(norm, total)
-    for one, was in zip(parameters, old, strict=True):
-        torch.testing.assert_close(local_of(one.grad), was / 4, rtol=1e-5, atol=1e-12)
+    clipped(named, total, dims, clipper)
 
 
 def test_what_is_no_parallel_dims_is_rejected():

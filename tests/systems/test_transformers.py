@@ -8,12 +8,11 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from tests.ranks import count_collectives, raised_everywhere
-from tests.ranks.tensors import exact_norm
 from tests.ranks.unsharded import assert_one_all_reduce
 from tests.systems import loops
-from tests.systems.loops import ACCUMULATE, RANKS, STEPS, on_two_ranks
+from tests.systems.loops import ACCUMULATE, LEARNING_RATE, RANKS, STEPS, on_two_ranks
 
-BATCH, LEARNING_RATE, MAX_NORM = 2, 0.1, 0.1
+BATCH, MAX_NORM = 2, 0.1
 pytestmark = pytest.mark.timeout(400)
 importing = loops.imported_on_ranks("transformers.trainer", "transformers.models.llama")
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
@@ -75,11 +74,7 @@ def unsharded(max_norm: float):
     for step in range(STEPS):
         twin.zero_grad()
         twin(input_ids=rows[step], labels=rows[step]).loss.backward()
-        norms.append(exact_norm([p.grad for p in twin.parameters()], 2.0))
-        factor = min(1.0, max_norm / (norms[-1] + 1e-6))
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.sub_(parameter.grad, alpha=LEARNING_RATE * factor)
+        norms.append(loops.clipped_descent(twin, max_norm))
     return norms, {name: p.detach() for name, p in twin.named_parameters()}
 
 
