@@ -265,7 +265,7 @@ def _rows(source: Source, layout: Layout) -> _Rows:
 
 def _norms(tensor: Tensor) -> Tensor:
     """Return the norms of a piece's rows, float64."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = compat.real_view(tensor)
     flat = real.flatten(1) if tensor.dim() > 1 else real.reshape(1, -1)
     norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     return norms

@@ -82,7 +82,7 @@ def clip_grad_norm_(
     max_norm = norm.check_max_norm(max_norm)
     p = norm.check_norm_type(norm_type)
     world = reduce.resolve(group)
-    sources = _sources(parameters, world)
+    sources = adapters.sources_of(parameters, world)
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
     found, coef = measure_once(
         sources, grads, p, world, layout, strict=error_if_nonfinite, max_norm=max_norm
@@ -172,7 +172,7 @@ def clip_grads_with_norm_(
         ``torch.nn.utils.clip_grads_with_norm_``.
     """
     max_norm = norm.check_max_norm(max_norm)
-    sources = _sources(parameters, reduce.resolve(reduce.SELF))
+    sources = adapters.sources_of(parameters, reduce.resolve(reduce.SELF))
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
     held = [source.parameter for source in sources]
     if held and not any(isinstance(g, Tensor) for g in grads):
@@ -293,17 +293,7 @@ def _check_all(sources: Sequence[Source], grads: Sequence[Tensor | None]) -> Non
     """Refuse what cannot be scaled before anything is: nothing may be half done."""
     for source, grad in zip(sources, grads, strict=True):
         if grad is not None:
-            try:
-                adapters.check(grad)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{source.name}: {error}") from None
-
-
-def _sources(parameters: Parameters, world: World) -> list[Source]:
-    if isinstance(parameters, nn.Module):
-        return adapters.module_sources(parameters, world)
-    listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    return gradients.unique(gradients.of_iterable(listed))
+            adapters.check_named(source.name, grad)
 
 
 def _listed(t_list: Any) -> list[Source]:

@@ -319,7 +319,7 @@ class GradClipper(FromFrameworks):
         begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
         judged = self._judge(begun)
         folded = [one for one in stepped if into[id(one)] is not None]
-        own = {id(p) for one in folded for group in one.param_groups for p in group["params"]}
+        own = {id(p) for one in folded for p in optimizers.parameters_of(one)}
         self._scale(judged, apart=frozenset(own))
         for one in stepped:
             group = into[id(one)]

@@ -44,6 +44,16 @@ def numbers_in(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
+def real_view(tensor: Tensor) -> Tensor:
+    """View a complex tensor as real numbers, two for each, in a last dim of its own."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def in_storage_order(tensor: Tensor) -> Tensor:
+    """Permute the dims as the elements are stored: without gaps between them it is contiguous."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
 def is_strided(tensor: object) -> bool:
     """Whether a tensor is dense rather than sparse."""
     return getattr(tensor, "layout", torch.strided) == torch.strided

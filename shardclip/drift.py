@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import fingerprints
-from .compat import on_host, to_device
+from .compat import on_host, real_view, to_device
 from .replicas import Copy
 
 LANES = 2  # one for each half of the hashes
@@ -61,9 +61,7 @@ def row_hashes(tensor: Tensor) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     """View numbers as integers of at most 32 bits, which leaves room for the weights."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.detach().resolve_neg().reshape(-1).contiguous()
+    flat = real_view(tensor).detach().resolve_neg().reshape(-1).contiguous()
     return flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
 
 

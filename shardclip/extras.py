@@ -6,7 +6,9 @@ from importlib import metadata
 from types import ModuleType
 
 
-def require(module: str, oldest: str, *, extra: str, distribution: str | None = None) -> ModuleType:
+def require(
+    module: str, oldest: str = "0", *, extra: str, distribution: str | None = None
+) -> ModuleType:
     """Import a framework, or say how to get it.
 
     Args:

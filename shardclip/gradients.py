@@ -40,6 +40,11 @@ class Source:
     owner: str | None = None
     begins: tuple[int, tuple[int, ...]] | None = None
 
+    @classmethod
+    def named(cls, name: str, parameter: Any, **more: Any) -> "Source":
+        """Make one whose name tells its owner."""
+        return cls(name, parameter, owner=name.rpartition(".")[0], **more)
+
     @property
     def identity(self) -> tuple[int, str]:
         """What makes it the same source when it is listed twice."""
@@ -64,8 +69,7 @@ def of_iterable(
     sources = []
     for index, entry in enumerate(parameters):
         if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
-            name = clean(entry[0])
-            sources.append(Source(name, entry[1], group, owner=name.rpartition(".")[0]))
+            sources.append(Source.named(clean(entry[0]), entry[1], group=group))
         else:
             sources.append(Source(unnamed.format(index), entry, group))
     return sources

@@ -218,7 +218,7 @@ class _Rows:
 
     @staticmethod
     def of(tensor: Tensor) -> _Rows:
-        size = _real(tensor).element_size()
+        size = compat.real_view(tensor).element_size()
         return _Rows(tuple(tensor.shape), max(1, size // 4), drift.row_hashes(tensor).tolist())
 
 
@@ -231,10 +231,6 @@ def _by_rank(make: Callable[[], object], world: World) -> dict[int, Any]:
     return dict(zip(world.ranks, reduce.gather(mine, world), strict=True))
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 def _row_length(words: int) -> int:
     """Return how many numbers a row of hashes has."""
     return drift.ROW // words
@@ -242,7 +238,7 @@ def _row_length(words: int) -> int:
 
 def _values(tensor: Tensor, blocks: Sequence[int]) -> Tensor:
     """Return the numbers of some of a tensor's rows as float64, which holds all their bits."""
-    flat = _real(tensor).detach().resolve_neg().reshape(-1)
+    flat = compat.real_view(tensor).detach().resolve_neg().reshape(-1)
     row = _row_length(max(1, flat.element_size() // 4))
     held = [flat[b * row : (b + 1) * row].double().cpu() for b in blocks]
     return torch.cat(held) if held else flat[:0].double().cpu()

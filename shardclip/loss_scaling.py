@@ -104,8 +104,7 @@ def check_members(stepped: Sequence[Optimizer], named: Mapping[int, str]) -> Non
     held = {
         id(p): p.grad is not None
         for optimizer in stepped
-        for group in optimizer.param_groups
-        for p in group["params"]
+        for p in optimizers.parameters_of(optimizer)
     }
     strangers = sum(found and key not in named for key, found in held.items())
     if strangers:
@@ -147,7 +146,7 @@ def mark_unscaled(scaler: GradScaler, optimizer: Optimizer, found_inf: Tensor) -
     held: dict[torch.device, Tensor] = {}
     if state["stage"] is _STAGES.UNSCALED:
         held = state["found_inf_per_device"]
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in optimizers.parameters_of(optimizer)]
     devices = dict.fromkeys([*held, *(grad.device for grad in grads if grad is not None)])
     found = found_inf.detach().ne(0).float()
     if _is_sharded(scaler) and not getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -26,6 +26,11 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _SMALLEST = 2.0**-126
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """List the parameters of all its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def factor_group(optimizer: Optimizer, group_of: Mapping[int, int]) -> int | None:
     """Find the param group whose coefficient may go into the optimizer's own step.
 
@@ -54,8 +59,7 @@ def factor_group(optimizer: Optimizer, group_of: Mapping[int, int]) -> int | Non
         return None
     seen = {  # one gradient of each kind: this runs for every parameter in every step
         (group_of.get(id(p)), grad.device, grad.dtype, type(grad), grad.layout): grad
-        for group in optimizer.param_groups
-        for p in group["params"]
+        for p in parameters_of(optimizer)
         if (grad := p.grad) is not None
     }
     if len({kind[:2] for kind in seen}) != 1 or not all(map(_is_ordinary, seen.values())):
@@ -72,7 +76,7 @@ def factor_groups(
 
     A parameter that two of them hold would be scaled by both: then none takes the factor.
     """
-    held = [id(p) for one in stepped for group in one.param_groups for p in group["params"]]
+    held = [id(p) for one in stepped for p in parameters_of(one)]
     if len(set(held)) < len(held):
         return dict.fromkeys(map(id, stepped))
     return {id(one): factor_group(one, group_of) for one in stepped}
@@ -154,8 +158,7 @@ def unfused(optimizer: Optimizer, applies: bool = True) -> Iterator[None]:
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
-    groups = optimizer.param_groups
-    return [p for group in groups for p in group["params"] if p.grad is not None]
+    return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def _is_ordinary(grad: Tensor) -> bool:
@@ -180,7 +183,7 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 def _has_no_rule(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _NO_DTENSOR_RULE) and any(
-        compat.is_dtensor(p) for group in optimizer.param_groups for p in group["params"]
+        map(compat.is_dtensor, parameters_of(optimizer))
     )
 
 

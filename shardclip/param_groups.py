@@ -9,6 +9,8 @@ from . import adapters, gradients, plan
 from .gradients import Source
 from .world import World
 
+_UNNAMED = "group0.{}"
+
 
 def grouped(
     parameters: Any, world: World
@@ -18,13 +20,13 @@ def grouped(
     A parameter counts in its first group.
     """
     try:
-        if isinstance(parameters, nn.Module):
-            return [{}], adapters.module_sources(parameters, world), []
-        listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if isinstance(parameters, (nn.Module, Tensor)):
+            return [{}], adapters.sources_of(parameters, world, _UNNAMED), []
+        listed: list[Any] = list(parameters)
         if listed and all(isinstance(entry, Source) for entry in listed):  # from an adapter
             return [{}], gradients.unique(listed), []
         if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
-            return [{}], gradients.unique(gradients.of_iterable(listed, "group0.{}")), []
+            return [{}], adapters.sources_of(listed, world, _UNNAMED), []
         sources: list[Source] = []
         groups = []
         for index, entry in enumerate(listed):

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .compat import on_host, to_device
+from .compat import on_host, real_view, to_device
 
 SAMPLE = 64  # values looked at per tensor
 SKETCH = 8  # lanes they are folded into; a tensor of up to 8 elements is compared as it is
@@ -79,8 +79,7 @@ def signs(pieces: tuple[tuple[int, int], ...]) -> Tensor:
 
 def spread(tensor: Tensor) -> Tensor:
     """View up to SAMPLE values of a tensor, evenly spaced by an odd step: it meets all columns."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = real_view(tensor)
     numel = tensor.numel()
     step = max(1, numel // SAMPLE - (numel // SAMPLE + 1) % 2)
     if tensor.is_contiguous():  # one operation rather than three: this runs for every copy

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import adapters, compat, gradients, norm, reduce
 from .clip import Parameters
@@ -38,12 +38,7 @@ def clip_grad_value_(
         ``torch.nn.utils.clip_grad_value_``, ``optax.clip``.
     """
     limit = norm.check_max_norm(clip_value, "clip_value")
-    world = reduce.resolve(reduce.SELF)
-    if isinstance(parameters, nn.Module):
-        sources = adapters.module_sources(parameters, world)
-    else:
-        listed = [parameters] if isinstance(parameters, Tensor) else parameters
-        sources = gradients.unique(gradients.of_iterable(listed))
+    sources = adapters.sources_of(parameters, reduce.resolve(reduce.SELF))
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
     for source, grad in zip(sources, grads, strict=True):
         _check(source, grad)
@@ -61,12 +56,10 @@ def clip_grad_value_(
 
 def _check(source: Source, grad: Tensor | None) -> None:
     """Refuse what cannot be clipped before anything is."""
-    try:
-        adapters.check(source.parameter if grad is None else grad, gradient=grad is not None)
-        if grad is not None and grad.is_complex():
-            raise ValueError("it is complex, and complex numbers have no order")
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{source.name}: {error}") from None
+    held = grad is not None
+    adapters.check_named(source.name, grad if held else source.parameter, gradient=held)
+    if grad is not None and grad.is_complex():
+        raise ValueError(f"{source.name}: it is complex, and complex numbers have no order")
 
 
 def _clamp_(tensors: list[Tensor], limit: float, foreach: bool) -> None:

@@ -1,13 +1,13 @@
 """From a framework's tensors to this rank's local tensor, and who owns what of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardclip import compat
-from shardclip.gradients import Layout, Source, clean, unique
+from shardclip.gradients import Layout, Source, clean, of_iterable, unique
 from shardclip.ownership import Place
 from shardclip.world import World
 
@@ -43,9 +43,18 @@ def module_sources(module: nn.Module, world: World) -> list[Source]:
     taken = {id(source.parameter) for source in sources}
     for name, parameter in module.named_parameters():
         if id(parameter) not in taken:
-            full = clean(name)
-            sources.append(Source(full, parameter, owner=full.rpartition(".")[0]))
+            sources.append(Source.named(clean(name), parameter))
     return unique(sources)
+
+
+def sources_of(
+    parameters: nn.Module | Tensor | Iterable[Any], world: World, unnamed: str = "parameters[{}]"
+) -> list[Source]:
+    """List what a module, one tensor or an iterable holds, each parameter once."""
+    if isinstance(parameters, nn.Module):
+        return module_sources(parameters, world)
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    return unique(of_iterable(listed, unnamed))
 
 
 def check(tensor: object, gradient: bool = True) -> None:
@@ -74,6 +83,18 @@ def check(tensor: object, gradient: bool = True) -> None:
         raise ValueError(SHARED)
     if compat.is_dtensor(tensor):
         dtensor.refuse_partial(*compat.mesh_and_placements(tensor))
+
+
+def check_named(name: str, tensor: object, gradient: bool = True) -> None:
+    """Check as ``check`` does, and say whose gradient it is.
+
+    Raises:
+        TypeError, ValueError: As ``check``.
+    """
+    try:
+        check(tensor, gradient)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def place(source: Source, tensor: Tensor, layout: Layout, rank: int) -> tuple[Place | None, bool]:
@@ -168,10 +189,12 @@ __all__ = [
     "SHARED",
     "Read",
     "check",
+    "check_named",
     "global_index",
     "module_sources",
     "place",
     "read_grad",
+    "sources_of",
     "storage",
     "values",
 ]

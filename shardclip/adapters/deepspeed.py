@@ -75,9 +75,8 @@ def sources(engine: Any) -> list[Source]:
     found = []
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            full = clean(name)
             owned = _ownership(engine, parameter)
-            found.append(Source(full, parameter, ownership=owned, owner=full.rpartition(".")[0]))
+            found.append(Source.named(clean(name), parameter, ownership=owned))
     return found
 
 

@@ -38,14 +38,16 @@ def sources(module: nn.Module, world: World) -> list[Source]:
         flat = wrapped._handle.flat_param
         for index, (fqn, info) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
             name = clean(f"{prefix}.{fqn}")
-            owner = name.rpartition(".")[0]
             begins = info.intra_param_start_idx or 0, tuple(flat._shapes[index])
+            parameter, span = flat, None
             if flat._params is not None:  # use_orig_params: the gradient is this rank's part
-                found.append(Source(name, flat._params[index], 0, None, ownership, owner, begins))
+                parameter = flat._params[index]
             else:
                 start = info.offset_in_shard or 0
                 span = (start, start + (info.numel_in_shard or 0))
-                found.append(Source(name, flat, 0, span, ownership, owner, begins))
+            found.append(
+                Source.named(name, parameter, span=span, ownership=ownership, begins=begins)
+            )
     return found
 
 

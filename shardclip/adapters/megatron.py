@@ -189,7 +189,7 @@ def describe(optimizer: Any, chunks: Sequence[nn.Module], collection: Any = None
         for model, main in _pairs(one, cut):
             tied = getattr(model, "shared_embedding", False)
             name = TIED if tied else names[id(model)]
-            sources.append(Source(name, main, owner=name.rpartition(".")[0]))
+            sources.append(Source.named(name, main))
             placed[id(main)] = place(model, groups, cut)
     return Optimizers(sources, lambda parameter: placed[id(parameter)])
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardclip import extras
+from shardclip.optimizers import parameters_of
 
 from .clipping import Clipping
 
@@ -65,10 +66,10 @@ class ShardclipCallback(pl.Callback):
             )
         clipping = Clipping([trainer.model], **self._options)
         for optimizer in trainer.optimizers:
-            clipping.clipper(_parameters(optimizer), self._norm_type)
+            clipping.clipper(parameters_of(optimizer), self._norm_type)
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            clipping.clip_(_parameters(optimizer), clip_val, self._norm_type)
+            clipping.clip_(parameters_of(optimizer), clip_val, self._norm_type)
 
         self.clipping = clipping
         trainer.precision_plugin.clip_grad_by_norm = clip_grad_by_norm
@@ -120,12 +121,8 @@ def attach(fabric: Fabric, *modules: nn.Module, **options: Any) -> Clipping:
     ) -> Tensor:
         strategy.precision.unscale_gradients(optimizer)
         return clipping.clip_(
-            _parameters(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     strategy.clip_gradients_norm = clip_gradients_norm
     return clipping
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

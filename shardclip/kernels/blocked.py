@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardclip.compat import numbers_in, on_host
+from shardclip.compat import in_storage_order, on_host
 
 from . import foreach
+from .packing import packs
 
 _ROW = 256  # elements summed in float32, in at least 16 partial sums
 _BUFFER = 1 << 19  # elements of float32 scratch: 2 MiB, which a core's cache holds about
-_SMALL = 1 << 15  # tensors below this are packed together
 _PATIENCE = 3  # times that tensors side by side may move apart before nobody looks any more
 # float32 squares lose at most 2^-126 an element: below this sum that could be seen.
 _FAINT = 1e-20
@@ -80,7 +80,10 @@ class PowerSums:
             if self._moved < _PATIENCE:
                 runs, alone = _side_by_side(tensors, held, bucket)
                 self._runs += runs
-            self._runs += _packed(tensors, alone, bucket)
+            self._runs += [
+                _Run(bucket, together, numel, _wide(tensors[together[0]].dtype))
+                for together, numel in packs(tensors, alone, _BUFFER)
+            ]
         self._norms = self._lay_out_rows(tensors)
 
     def _lay_out_rows(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -211,25 +214,6 @@ def _have_moved(run: _Run, tensors: Sequence[Tensor]) -> bool:
     return left < run.numel * held[0].itemsize
 
 
-def _packed(tensors: Sequence[Tensor], indices: Sequence[int], bucket: int) -> list[_Run]:
-    """Put small tensors together that can be concatenated; a large one goes alone."""
-    runs = []
-    open_runs: dict[object, _Run] = {}
-    for index in indices:
-        tensor = tensors[index]
-        numel = numbers_in(tensor)
-        kind = tensor.dtype, tensor.dim(), tensor.shape[1:]
-        run = open_runs.get(kind)
-        if numel >= _SMALL or run is None or run.numel >= _BUFFER:
-            run = _Run(bucket, [], 0, _wide(tensor.dtype))
-            runs.append(run)
-            if numel < _SMALL:
-                open_runs[kind] = run
-        run.indices.append(index)
-        run.numel += numel
-    return runs
-
-
 def room(dtype: torch.dtype, numel: int) -> Tensor:
     """Return scratch memory, kept between steps: fresh memory costs more than what it is for.
 
@@ -250,8 +234,7 @@ def _flatten(tensor: Tensor, p: float) -> Tensor:
     if tensor.is_complex():
         tensor = foreach.real_numbers(tensor, p)
     if not tensor.is_contiguous():
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        tensor = tensor.permute(order)
+        tensor = in_storage_order(tensor)
     return tensor.reshape(-1)
 
 

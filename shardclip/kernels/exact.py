@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from shardclip import exact
-from shardclip.compat import numbers_in, to_device
+from shardclip.compat import in_storage_order, real_view, to_device
 
-_SMALL = 1 << 15  # tensors below this are packed together
+from .packing import packs
+
 _PACKED = 1 << 18  # about so many elements in one pack
 _BLOCK = 1 << 17  # elements that go through together: their float64 stay in cache
 _ROW = 1 << 12  # elements of one sum: short rows leave more bits for each
@@ -110,15 +111,6 @@ class _Total:
                     self.units += units << (p * (max(number, 1) - 1 + kind.least) - low)
 
 
-@dataclass
-class _Run:
-    """Tensors of one bucket that are read in one go: a large one, or small ones that are packed."""
-
-    bucket: int
-    indices: list[int] = field(default_factory=list)
-    numel: int = 0
-
-
 class ExactSums:
     """Sum |x| or x^2 per bucket, exactly.
 
@@ -150,23 +142,16 @@ class ExactSums:
         self._count = count
         self._window = window
         self._home = tensors[0].device if tensors else torch.device("cpu")
-        self._runs: list[_Run] = []
+        self._runs: list[tuple[int, list[int]]] = []  # bucket, and what is read in one go
         self._scratch: dict[object, Tensor] = {}
-        open_runs: dict[object, _Run] = {}
+        by_bucket: list[list[int]] = [[] for _ in range(count)]
         for index, (tensor, bucket) in enumerate(zip(tensors, buckets, strict=True)):
             needs = exact.window([tensor.dtype])
             if needs.digits > window.digits:
                 raise ValueError(f"exact=True needs a wider window for tensor {index}: {needs}")
-            numel = numbers_in(tensor)
-            kind = bucket, tensor.dtype, tensor.device, tensor.dim(), tensor.shape[1:]
-            run = open_runs.get(kind)
-            if numel >= _SMALL or run is None or run.numel >= _PACKED:
-                run = _Run(bucket)
-                self._runs.append(run)
-                if numel < _SMALL:
-                    open_runs[kind] = run
-            run.indices.append(index)
-            run.numel += numel
+            by_bucket[bucket].append(index)
+        for bucket, held in enumerate(by_bucket):
+            self._runs += [(bucket, together) for together, _ in packs(tensors, held, _PACKED)]
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor], p: float) -> Tensor:
@@ -180,14 +165,14 @@ class ExactSums:
             ValueError: See ``check``.
         """
         totals = [_Total() for _ in range(self._count)]
-        for run in self._runs:
-            flat = flatten([tensors[index] for index in run.indices], p)
+        for bucket, together in self._runs:
+            flat = flatten([tensors[index] for index in together], p)
             on_cpu = flat.device.type == "cpu"
             if on_cpu and flat.dtype.itemsize == 2 and flat.numel() >= _COUNTED:
-                totals[run.bucket].count(flat)
+                totals[bucket].count(flat)
                 continue
             for block in torch.split(flat, _BLOCK if on_cpu else _BLOCK_ELSEWHERE):
-                self._add(totals[run.bucket], block, int(p))
+                self._add(totals[bucket], block, int(p))
         for total in totals:
             total.fold_counts(int(p), self._window.low)
         lanes = exact.pack(
@@ -323,8 +308,7 @@ def flatten(tensors: list[Tensor], p: float) -> Tensor:
     joined = tensors[0]
     if len(tensors) > 1:
         joined = torch.cat(tensors) if joined.dim() else torch.stack(tensors)
-    if joined.is_complex():
-        joined = torch.view_as_real(joined.resolve_conj())
+    joined = real_view(joined)
     if not joined.is_contiguous():
-        joined = joined.permute(sorted(range(joined.dim()), key=joined.stride, reverse=True))
+        joined = in_storage_order(joined)
     return joined.detach().reshape(-1).resolve_neg()

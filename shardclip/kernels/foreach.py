@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardclip.compat import on_host, to_device
+from shardclip.compat import on_host, real_view, to_device
 from shardclip.norm import is_maximum
 
 
@@ -50,7 +50,7 @@ def real_numbers(tensor: Tensor, p: float) -> Tensor:
     if not tensor.is_complex():
         return tensor
     if p == 2:
-        return torch.view_as_real(tensor.resolve_conj())
+        return real_view(tensor)
     return tensor.to(torch.complex128).abs()
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardclip.compat import on_host, to_device
+from shardclip.compat import in_storage_order, on_host, to_device
 
 from . import foreach, programs
 
@@ -231,8 +231,7 @@ def _in_storage_order(tensor: Tensor) -> Tensor:
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order)
+    return in_storage_order(tensor)
 
 
 def _addresses(tensors: Sequence[Tensor], device: torch.device, reader: object) -> Tensor:

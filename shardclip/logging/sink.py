@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardclip.outcome import Outcome
 
@@ -85,13 +84,3 @@ def scalars(step: Outcome, prefix: str) -> dict[str, float]:
 def finite_norms(step: Outcome) -> list[float]:
     """List the norms by name that a histogram can take."""
     return [value for value in step.norms.values() if math.isfinite(value)]
-
-
-def optional(module: str, package: str, extra: str) -> Any:
-    """Import what a user may not have, or say how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{package} is not installed: pip install 'shardclip[{extra}]'"
-        ) from error

@@ -6,9 +6,10 @@ import re
 import statistics
 from typing import Any
 
+from shardclip import extras
 from shardclip.outcome import Outcome
 
-from .sink import Sink, finite_norms, optional, scalars
+from .sink import Sink, finite_norms, scalars
 
 
 class TensorBoard(Sink):
@@ -31,7 +32,9 @@ class TensorBoard(Sink):
         super().__init__(every=every, norms_every=norms_every)
         self._own = isinstance(writer, (str, os.PathLike))
         if self._own:
-            tensorboard = optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
+            tensorboard = extras.require(
+                "torch.utils.tensorboard", extra="tensorboard", distribution="tensorboard"
+            )
             writer = tensorboard.SummaryWriter(os.fspath(writer))
         self._writer, self._prefix = writer, prefix
 
@@ -74,7 +77,7 @@ class WeightsAndBiases(Sink):
         self, run: Any = None, *, prefix: str = "clip", every: int = 1, norms_every: int = 0
     ) -> None:
         super().__init__(every=every, norms_every=norms_every)
-        self._wandb = optional("wandb", "wandb", "wandb")
+        self._wandb = extras.require("wandb", extra="wandb")
         self._run = self._wandb.run if run is None else run
         if self._run is None:
             raise ValueError("no Weights & Biases run is going on; call wandb.init() first")
@@ -118,7 +121,7 @@ class MLflow(Sink):
         tracking_uri: str | None = None,
     ) -> None:
         super().__init__(every=every, norms_every=norms_every)
-        mlflow = optional("mlflow", "mlflow", "mlflow")
+        mlflow = extras.require("mlflow", extra="mlflow")
         if run_id is None:
             active = mlflow.active_run()
             if active is None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardclip.kernels import blocked, foreach
+from shardclip.kernels import blocked, foreach, packing
 
 KERNELS = pytest.mark.parametrize("kernel", [blocked, foreach], ids=["blocked", "foreach"])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -38,7 +38,7 @@ def norm_bound(p):
 @pytest.mark.parametrize("p", [0, 0.5, 1, 2, 3, math.inf])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.complex64], ids=str)
 def test_sizes_around_the_blocks(kernel, p, dtype):
-    sizes = [0, 1, 255, 256, 257, blocked._SMALL - 1, blocked._SMALL, blocked._BUFFER + 3]
+    sizes = [0, 1, 255, 256, 257, packing.SMALL - 1, packing.SMALL, blocked._BUFFER + 3]
     assert_sums(kernel, [torch.randn(n, dtype=dtype) for n in sizes], p, norm_bound(p))
 
 
