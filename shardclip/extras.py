@@ -7,13 +7,13 @@ from types import ModuleType
 
 
 def require(
-    module: str, oldest: str = "0", *, extra: str, distribution: str | None = None
+    module: str, oldest: str | None = None, *, extra: str, distribution: str | None = None
 ) -> ModuleType:
     """Import a framework, or say how to get it.
 
     Args:
         module: What is imported.
-        oldest: The oldest version that will do.
+        oldest: The oldest version that will do; None: any, whatever distribution it comes from.
         extra: The name of shardclip's extra that installs it.
         distribution: What the package is called where it is installed from, if not like the module.
 
@@ -24,10 +24,10 @@ def require(
     mend = f"install it with: pip install 'shardclip[{extra}]'"
     try:
         found = importlib.import_module(module)
-        version = metadata.version(name)
+        version = metadata.version(name) if oldest else None
     except (ImportError, metadata.PackageNotFoundError) as error:
         raise ImportError(f"{name} is needed here and cannot be imported; {mend}") from error
-    if _numbers(version) < _numbers(oldest):
+    if oldest and version and _numbers(version) < _numbers(oldest):
         raise ImportError(f"{name} {version} is too old, {oldest} or newer is needed; {mend}")
     return found
 
