@@ -16,7 +16,7 @@ IN_SYSTEMS := PATH="$(CURDIR)/$(SYSTEMS)/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_
 
 DOCS := .venv-docs
 
-.PHONY: help demo test lint unit test-systems bench docs clean
+.PHONY: help demo test lint unit replay test-systems bench docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ lint: $(READY)  ## ruff, mypy and import-linter
 
 unit: $(READY)  ## every test, in parallel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+replay: $(READY)  ## what travels and comes out of every layout, beside the revision BASE: no byte may differ
+	$(BIN)/python -m tests.replay $(or $(BASE),HEAD) $(ARGS)
 
 $(SYSTEMS)/.ready: pyproject.toml requirements/systems.txt requirements/torch-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
