@@ -13,9 +13,9 @@ from . import compat, norm, reduce, verdict
 from .adapters import dtensor
 from .clip import Parameters
 from .clipper import GradClipper
+from .errors import problem
 from .gradients import Layout, Source
 from .pending import Judged
-from .plan import problem
 from .reduce import Group
 
 

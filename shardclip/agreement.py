@@ -12,9 +12,9 @@ from torch import Tensor
 
 from . import compat, reduce, verdict
 from ._version import __version__
+from .errors import problem
 from .gradients import Source
 from .inspection import listed
-from .plan import problem
 from .planner import Planner
 from .world import World
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from . import adapters, compat, exactness, gradients, loss_scaling, norm, plan
 from .adapters import Read
 from .agreement import Agreement
+from .errors import problem
 from .gradients import Source
 from .overlap import Overlap
 from .payload import Lanes
@@ -84,7 +85,7 @@ class Collector:
             if self.overlap is not None:
                 self.overlap.drop_outdated(grads)
         except Exception as error:  # a user's grad= may raise anything
-            failed = Plan(self._lanes, problems=[plan.problem("GradClipper.clip_", error)])
+            failed = Plan(self._lanes, problems=[problem("GradClipper.clip_", error)])
             return Collected([], failed, True)
         return Collected(grads, made, fresh, added, unit)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import adapters, compat, exact, fingerprints, norm, reduce, replicas
+from .errors import problem
 from .payload import Flags
-from .plan import Plan, locals_of, problem, readings
+from .plan import Plan, locals_of, readings
 from .world import World
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import adapters, gradients, plan
+from . import adapters, gradients
+from .errors import problem
 from .gradients import Source
 from .world import World
 
@@ -33,7 +34,7 @@ def grouped(
             sources += gradients.of_iterable(_members(entry, index), f"group{index}.{{}}", index)
             groups.append({key: value for key, value in entry.items() if key == "max_norm"})
     except Exception as error:  # what one rank hands over may be wrong on that rank alone
-        return [{}], [], [plan.problem("parameters", error)]
+        return [{}], [], [problem("parameters", error)]
     return groups, gradients.unique(sources), []
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import adapters, compat, kernels, replicas
+from .errors import problem
 from .gradients import Source
 from .ownership import Ownership, Shares, segment
 from .payload import Lanes
@@ -222,13 +223,6 @@ def _share(
             cut = shares.even if loosely else shares.part
             parts[index] = cut(owned.holders, numel)
     return parts
-
-
-def problem(name: str, error: Exception) -> tuple[str, str]:
-    """Put an error into a form that travels: its type and text."""
-    kind = type(error).__name__
-    own = isinstance(error, (ValueError, TypeError))
-    return kind, f"{name}: {error}" if own else f"{name}: {kind}: {error}"
 
 
 def locals_of(plan: Plan, grads: Sequence[Tensor | None]) -> list[Tensor]:

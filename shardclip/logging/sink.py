@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shardclip.outcome import Outcome
 
-if TYPE_CHECKING:
-    from shardclip.result import ClipResult
+
+class HasOutcome(Protocol):
+    """A ``ClipResult``, of which a sink needs only the numbers."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The step in plain numbers."""
+        ...
 
 
 class Sink:
@@ -33,11 +39,11 @@ class Sink:
         self.every, self.norms_every = every, norms_every
         self._written = 0
 
-    def write(self, result: ClipResult | Outcome, step: int | None = None) -> None:
+    def write(self, result: HasOutcome | Outcome, step: int | None = None) -> None:
         """Write one step, if it is one that is written.
 
         Args:
-            result: What ``clip_()`` returned (reading it is one host sync on CUDA), or what
+            result: The ``ClipResult`` of ``clip_()`` (reading it is one host sync on CUDA), or what
                 ``clipper.record`` keeps.
             step: Its number; None: the clipper's own.
         """
