@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import adapters, compat, drift, reduce
 from .measure import Measured
-from .plan import Seat
+from .seats import Seat
 from .world import World
 
 _MOST = 8  # tensors that are looked at closely

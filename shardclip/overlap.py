@@ -18,7 +18,8 @@ from torch import Tensor
 
 from . import compat, kernels, norm
 from .gradients import Source
-from .plan import Plan, Seat, cut
+from .plan import Plan
+from .seats import Seat, cut
 from .world import World
 
 Build = Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel]

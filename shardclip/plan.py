@@ -13,9 +13,10 @@ from torch import Tensor
 from . import adapters, compat, kernels, replicas
 from .errors import problem
 from .gradients import Source
-from .ownership import Ownership, Shares, segment
+from .ownership import Shares
 from .payload import Lanes
 from .planner import Planner, Settled
+from .seats import Bucket, Seat, cut
 from .tables import Tables
 
 FUNCTION_LANES = Lanes(checks=True)
@@ -23,38 +24,6 @@ FUNCTION_LANES = Lanes(checks=True)
 
 
 _WIDE = frozenset({torch.float64, torch.complex128})
-
-
-@dataclass(frozen=True)
-class Seat:
-    """What is settled about one source: where it counts, and how.
-
-    Attributes:
-        source: Whose gradient.
-        position: Its place in the list that the plan was made for.
-        bucket: Index of the sum that it adds to.
-        part: Which part of it this rank reads, of how many; None: nothing.
-        copy: What it owes to the proof, where other ranks hold copies.
-        declared: A layout vouches for it.
-        owned: Who holds it.
-    """
-
-    source: Source
-    position: int = 0
-    bucket: int = 0
-    part: tuple[int, int] | None = (0, 1)
-    copy: replicas.Copy | None = None
-    declared: bool = False
-    owned: Ownership | None = None
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One sum: the group it counts in, its key if any, and by what it is multiplied."""
-
-    group: int
-    key: int | None
-    weight: float
 
 
 @dataclass
@@ -112,7 +81,9 @@ class Plan:
     ) -> Tables:
         """Return what every step looks up, kept on the devices after the first."""
         if self._tables is None:
-            self._tables = Tables.of(self, parts, wholes, device)
+            kernel = self.build(parts, [seat.bucket for seat in self.read()], len(self.buckets))
+            held = self.copied(wholes)
+            self._tables = Tables.of(self.seats, self.buckets, self.lanes, kernel, held, device)
         return self._tables
 
 
@@ -248,15 +219,6 @@ def readings(plan: Plan, local: Sequence[Tensor]) -> tuple[list[Tensor], list[Te
         return wholes, wholes
     pairs = zip(plan.seats, wholes, strict=True)
     return [cut(seat, whole) for seat, whole in pairs if seat.part is not None], wholes
-
-
-def cut(seat: Seat, whole: Tensor) -> Tensor:
-    """Return the part of a local tensor that this rank reads."""
-    if seat.part is None or seat.part == (0, 1):
-        return whole
-    # In logical order, so that copies of other strides agree.
-    start, stop = segment(whole.numel(), *seat.part)
-    return whole.reshape(-1)[start:stop]
 
 
 def _uncertain(

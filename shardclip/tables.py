@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +11,7 @@ from torch import Tensor
 from . import compat, exact, kernels, replicas
 from .drift import Drift
 from .payload import Lanes
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .seats import Bucket, Seat
 
 
 @dataclass(frozen=True)
@@ -60,27 +57,39 @@ class Tables:
 
     @staticmethod
     def of(
-        plan: Plan, parts: Sequence[Tensor], wholes: Sequence[Tensor], device: torch.device
+        seats: Sequence[Seat],
+        buckets: Sequence[Bucket],
+        lanes: Lanes,
+        kernel: kernels.Kernel,
+        held: Sequence[Tensor],
+        device: torch.device,
     ) -> Tables:
-        """Work them out for the payload's device."""
-        rows = [(b, bucket.group) for b, bucket in enumerate(plan.buckets)]
+        """Work them out.
+
+        Args:
+            seats: The plan's.
+            buckets: The plan's.
+            lanes: The payload's layout.
+            kernel: Sums what this rank reads.
+            held: The seats' tensors that other ranks hold copies of.
+            device: The payload's.
+        """
+        rows = [(b, bucket.group) for b, bucket in enumerate(buckets)]
         rows += [
-            (b, plan.lanes.groups + bucket.key)
-            for b, bucket in enumerate(plan.buckets)
+            (b, lanes.groups + bucket.key)
+            for b, bucket in enumerate(buckets)
             if bucket.key is not None
         ]
         routes = compat.to_device(compat.on_host(rows, torch.int64), device)
-        weights = compat.on_host([bucket.weight for bucket in plan.buckets])
-        held = plan.copied(wholes)
-        copies = [seat.copy for seat in plan.seats if seat.copy is not None]
+        weights = compat.on_host([bucket.weight for bucket in buckets])
+        copies = [seat.copy for seat in seats if seat.copy is not None]
         proof: replicas.Proof | None = None
         drift: Drift | None = None
         if held:
             sizes = [compat.numbers_in(whole) for whole in held]
             proof = replicas.Proof(copies, sizes, held[0].device)
-            drift = Drift(copies, held[0].device) if plan.lanes.drift else None
-        kernel = plan.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
-        whole = range(plan.lanes.nans.stop)
-        direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in plan.buckets)
+            drift = Drift(copies, held[0].device) if lanes.drift else None
+        whole = range(lanes.nans.stop)
+        direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in buckets)
         weights = compat.to_device(weights, device)
         return Tables(kernel, routes[:, 0], routes[:, 1], weights, direct, proof, drift)

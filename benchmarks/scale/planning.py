@@ -27,8 +27,9 @@ from benchmarks.shapes import Llama, Shape
 from shardclip import plan
 from shardclip.gradients import of_iterable
 from shardclip.ownership import segment
-from shardclip.plan import Plan, Seat
+from shardclip.plan import Plan
 from shardclip.planner import Planner
+from shardclip.seats import Seat
 from shardclip.world import World
 
 from .replay import AXES, EnoughError, Layout, Replay
