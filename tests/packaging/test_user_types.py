@@ -1,4 +1,4 @@
-"""A user's strict mypy run over the README's snippets, with what was installed."""
+"""A user's strict mypy run over the README's and the guides' snippets, with what was installed."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.built import python_with, run
-from tests.readme.snippets import README, snippets
+from tests.readme.snippets import README, ROOT, snippets
 
 COMMON = """\
 import torch
@@ -61,6 +61,14 @@ def backward_and_average(model: nn.Module) -> None: ...
 """What each setting declares: the types of what tests/readme/settings.py makes."""
 
 
+GUIDES = ("fsdp1", "ddp", "tensor_parallel", "pipeline", "experts")
+PAGES = (
+    README,
+    *(ROOT / f"docs/{name}.md" for name in ("index", "options", "numerics")),
+    *(ROOT / f"docs/guides/{name}.md" for name in GUIDES),
+)
+
+
 def declared(setting: str, code: str) -> str:
     """Write a snippet as a module: what is there already, then the snippet."""
     return COMMON.replace("...\n", "raise NotImplementedError\n") + OWN[setting].replace(
@@ -81,8 +89,10 @@ def strict(tmp_path: Path, *codes: str) -> str:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("packaging")
-def test_the_readmes_snippets_are_well_typed(tmp_path):
-    codes = [declared(one["setting"], one["code"]) for one in snippets(README)]
+def test_the_snippets_are_well_typed(tmp_path):
+    found = [one for page in PAGES for one in snippets(page) if one["setting"] in OWN]
+    assert {one["setting"] for one in found} == set(OWN)
+    codes = [declared(one["setting"], one["code"]) for one in found]
     # what mypy must find, else it has not seen the installed types
     wrong = declared("fsdp2", "shardclip.clip_grad_norm_(model, max_norm='one')\n")
     with pytest.raises(AssertionError, match=r'"max_norm".*has incompatible type "str"'):
