@@ -1,11 +1,19 @@
 """The true global gradient norm under any sharding, with one all-reduce."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from . import adapters as adapters
+    from . import adaptive as adaptive
+    from . import integrations as integrations
+    from . import logging as logging
+    from . import outcome as outcome
+    from . import pictures as pictures
+    from . import record as record
+    from . import run_file as run_file
     from .agc import AdaptiveGradClipper, adaptive_clip_grad_
     from .clip import (
         clip_by_global_norm,
@@ -40,6 +48,20 @@ _HOME = {
     "SELF": "reduce",
 }
 
+_MODULES = frozenset(
+    {
+        "adapters",
+        "adaptive",
+        "integrations",
+        "launch",
+        "logging",
+        "outcome",
+        "pictures",
+        "record",
+        "run_file",
+    }
+)
+
 __all__ = [
     "SELF",
     "AdaptiveGradClipper",
@@ -60,7 +82,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def _found(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'shardclip' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
@@ -68,5 +92,9 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+if not TYPE_CHECKING:  # or a type checker would take any name, a misspelt one as well
+    __getattr__ = _found
+
+
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*__all__, *_MODULES})

@@ -21,7 +21,7 @@ def require(
         ImportError: It is missing or too old; names the extra.
     """
     name = distribution or module
-    mend = f"install it with: pip install 'shardclip[{extra}]'"
+    mend = f"install it with: {command(extra)}"
     try:
         found = importlib.import_module(module)
         version = metadata.version(name) if oldest else None
@@ -30,6 +30,17 @@ def require(
     if oldest and version and _numbers(version) < _numbers(oldest):
         raise ImportError(f"{name} {version} is too old, {oldest} or newer is needed; {mend}")
     return found
+
+
+def command(extra: str) -> str:
+    """Return the command that installs an extra's packages, wherever shardclip came from."""
+    pattern = re.compile(rf"([^;]+?) *; *extra *== *['\"]{re.escape(extra)}['\"]")
+    try:
+        needs = metadata.requires("shardclip") or []
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        needs = []
+    found = [match[1] for match in map(pattern.fullmatch, needs) if match]
+    return "pip install " + (" ".join(f"'{need}'" for need in found) or f"'.[{extra}]'")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

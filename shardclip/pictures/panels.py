@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from shardclip import extras
 from shardclip.outcome import Outcome
 from shardclip.run_file import Run
 
@@ -20,7 +21,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("matplotlib is not installed: pip install 'shardclip[plot]'") from error
+    raise ImportError(f"matplotlib is not installed: {extras.command('plot')}") from error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

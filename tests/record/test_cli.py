@@ -143,7 +143,7 @@ def test_a_missing_matplotlib_is_named_with_its_extra(run):
     done = shell(f'{sys.executable} -c "{code}"')
     assert done.returncode == 2
     assert done.stderr == (
-        "shardclip plot: matplotlib is not installed: pip install 'shardclip[plot]'\n"
+        "shardclip plot: matplotlib is not installed: pip install 'matplotlib>=3.8'\n"
     )
 
 
