@@ -16,7 +16,7 @@ IN_SYSTEMS := PATH="$(CURDIR)/$(SYSTEMS)/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_
 
 DOCS := .venv-docs
 
-.PHONY: help demo test lint unit replay test-systems bench docs clean
+.PHONY: help demo test lint unit replay test-systems bench docs changelog clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ $(DOCS)/.ready: requirements/docs.txt
 
 docs: $(DOCS)/.ready  ## build the documentation, warnings as errors: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
+
+changelog: $(READY)  ## what changelog.d/ says of the next version; with VERSION=... write it into CHANGELOG.md
+	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)
 
 clean:  ## remove the virtual environment and everything generated
 	rm -rf $(VENV) $(SYSTEMS) $(DOCS) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
