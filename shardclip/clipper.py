@@ -41,6 +41,7 @@ from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
 from .skips import Skips
+from .strays import Strays
 from .thresholds import Limit
 
 POLICIES = ("propagate", "raise", "skip")
@@ -157,6 +158,8 @@ class GradClipper(FromFrameworks):
         self._alike: dict[str, object] = {}  # what else ranks must have alike in a step
         self.result: ClipResult | None = None
         self._skips = Skips()
+        self._had_gradients = False  # some rank, as far as this one knows
+        self._silent = 0  # steps before that
         self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
         if exact:
@@ -194,7 +197,15 @@ class GradClipper(FromFrameworks):
             window=(DOUBLE if self._agreed.wide else SINGLE) if exact else None,
         )
         self._collector = Collector(
-            sources, planner, self._agreed, lanes, self.norm_type, self.also, grad, overlap
+            sources,
+            planner,
+            self._agreed,
+            lanes,
+            self.norm_type,
+            self.also,
+            grad,
+            overlap,
+            Strays(parameters, sources, grad),
         )
         gradients.notice_if_used_up(parameters, sources)
         seen = [] if self._collector.overlap is None else self._collector.overlap.notices
@@ -362,6 +373,7 @@ class GradClipper(FromFrameworks):
         self._skips.raise_beyond(self.max_consecutive_skips)
         compare = self.check_replicas > 0 and self.steps % self.check_replicas == 0
         found = self._collector.collect(also, scaler, stepped)
+        self._had_gradients = self._had_gradients or bool(found.plan.seats)
         # A loss scale that is too large is a scaler's usual way to find the right one.
         strict = self.nonfinite == "raise" and scaler is None
         skip = self.nonfinite == "skip" or thresholds.skips(rule)
@@ -371,7 +383,11 @@ class GradClipper(FromFrameworks):
             self.norm_type,
             self._world,
             strict=strict,
-            reads=found.fresh or strict or (skip and reads) or compare,
+            reads=found.fresh
+            or strict
+            or (skip and reads)
+            or compare
+            or not self._had_gradients,  # then there is nothing here that could be waited for
             compare=compare,
             added=found.added,
             settings={
@@ -405,7 +421,7 @@ class GradClipper(FromFrameworks):
         except NonFiniteGradientError:  # the step that a record is read for
             self.record.add(self._untouched(measured, begun))
             raise
-        measured.notices = list(begun.found.plan.notices) if begun.found.fresh else []
+        measured.notices = list(begun.found.notices)
         failed = None
         if self._deferred is not None:
             failed = self._deferred.failed.to(measured.total_norm.device)
@@ -413,7 +429,9 @@ class GradClipper(FromFrameworks):
             if compat.is_capturing():  # a replay of the graph returns to nobody who could raise
                 self._deferred = None
         elif measured.flags.present == 0:
-            measured.notices.append((self, NO_GRADIENTS))
+            measured.notices.append((self, self._without_gradients()))
+        else:
+            self._had_gradients = True
         applied = thresholds.apply(
             begun.limits, measured.group_norms, measured.total_norm, self.steps - 1
         )
@@ -436,6 +454,14 @@ class GradClipper(FromFrameworks):
         if names is not None and self.nonfinite == "skip" and self._deferred is None:
             measured.nonfinite = inspection.nonfinite(measured, self._world)
         return Judged(measured, coefs, factors, stops, skipped, names, applied.limits)
+
+    def _without_gradients(self) -> str:
+        """Say that there are none: again and again, if more rarely, while there never were."""
+        if self._had_gradients:
+            return NO_GRADIENTS
+        self._silent += 1
+        told = 1 << (self._silent.bit_length() - 1)  # after 1, 2, 4, 8, ... steps
+        return NO_GRADIENTS if told == 1 else f"in all of the first {told} steps {NO_GRADIENTS}"
 
     @staticmethod
     def _names(measured: Measured) -> list[str] | None:
