@@ -63,7 +63,10 @@ class GradClipper(FromFrameworks):
     Args:
         parameters: A module (FSDP1's must be given so), an iterable of tensors or of ``(name,
             tensor)`` pairs, or a list of param groups in the optimizers' form, each with its own
-            ``max_norm``. Each group is clipped by its own norm; all take one all-reduce.
+            ``max_norm``. Each group is clipped by its own norm; all take one all-reduce. A module
+            is kept, and looked at in every step: parameters that were added to it or replaced
+            since (a new head or adapter, ``load_state_dict(assign=True)``, ``fully_shard``, ...)
+            are refused by name as soon as one has a gradient. Build the clipper anew then.
         max_norm: The largest norm that is left alone, for groups without one of their own; None:
             counted and left alone. May be changed between steps. Or a rule: one of
             ``shardclip.adaptive``, or any ``f(total_norm, step)`` that returns a number or a 0-dim
@@ -229,14 +232,18 @@ class GradClipper(FromFrameworks):
                 gradients too). Where it is not finite the gradients stay as they are, and all
                 optimizers skip the step, whatever ``nonfinite`` says. The scaler is left as its
                 ``unscale_`` leaves it: call ``grad_scaler.step(optimizer)`` and ``update()``.
-            optimizers: With ``grad_scaler``, all that hold the gradients.
+            optimizers: With ``grad_scaler``, all that hold the gradients; they must hold no others.
 
         Returns:
             The norm before, the coefficient, and on demand everything else.
 
         Raises:
             ValueError: ``max_norm`` is negative or NaN, or ``also`` has an undeclared name; or, on
-                every rank alike, a gradient is Partial, on meta or of integer dtype.
+                every rank alike, a gradient is Partial, on meta or of integer dtype, or it is one
+                that the clipper was not built with: of the module that it was given, or of one of
+                the ``optimizers``.
+            TypeError: On every rank alike, gradients were given in place of parameters: nothing on
+                this rank has a gradient or could.
             RuntimeError: A step is under way (``start``), or the scaler is not at this stage.
             NonFiniteGradientError: On every rank alike, with ``nonfinite="raise"``.
             ReplicaMismatchError: On every rank alike: gradients that should be copies are none; on
@@ -306,7 +313,9 @@ class GradClipper(FromFrameworks):
 
         Args:
             optimizer: Steps on the clipped gradients; several are stepped one after the other, by
-                the same norm.
+                the same norm. It may hold some of the clipper's parameters only. What it holds
+                beside them must have no gradient: it would be stepped on unclipped. What is to be
+                counted, but not clipped, goes into a param group with ``max_norm=None``.
             also: As in ``clip_``.
             grad_scaler: As in ``clip_``; the step is the scaler's, skipped where the norm is not
                 finite. Call ``grad_scaler.update()`` afterwards.
@@ -315,7 +324,10 @@ class GradClipper(FromFrameworks):
             As ``clip_``.
 
         Raises:
-            ValueError, RuntimeError, NonFiniteGradientError, ReplicaMismatchError: As ``clip_``.
+            ValueError: As ``clip_``; or, on every rank alike, the optimizer holds a gradient that
+                the clipper was not built with, or (one of torch's own) nothing that has a gradient
+                and nothing of the clipper's, as when it was built before ``fully_shard``.
+            TypeError, RuntimeError, NonFiniteGradientError, ReplicaMismatchError: As ``clip_``.
 
         Communication:
             As ``clip_``.
@@ -456,12 +468,12 @@ class GradClipper(FromFrameworks):
         return Judged(measured, coefs, factors, stops, skipped, names, applied.limits)
 
     def _without_gradients(self) -> str:
-        """Say that there are none: again and again, if more rarely, while there never were."""
+        """Say that there are none: again, if ever more rarely, while there never were any."""
         if self._had_gradients:
             return NO_GRADIENTS
         self._silent += 1
-        told = 1 << (self._silent.bit_length() - 1)  # after 1, 2, 4, 8, ... steps
-        return NO_GRADIENTS if told == 1 else f"in all of the first {told} steps {NO_GRADIENTS}"
+        told = 10 ** (len(str(self._silent)) - 1)  # after 1, 10, 100, ... steps
+        return NO_GRADIENTS if told == 1 else f"in each of the first {told} steps: {NO_GRADIENTS}"
 
     @staticmethod
     def _names(measured: Measured) -> list[str] | None:
