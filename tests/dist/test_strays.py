@@ -6,11 +6,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from shardclip import GradClipper
+from shardclip import GradClipper, clip_grad_norm_, clip_grad_value_
 from shardclip.agc import AdaptiveGradClipper
 from shardclip.per_tensor import PerTensorClipper
 from tests.ranks import on_ranks, raised_everywhere
@@ -210,6 +211,13 @@ def _refuse_after(model, change, name):
 def test_built_before_fully_shard():
     model = mlp()
     _refuse_after(model, lambda: fully_shard(model, mesh=mesh_of(2)), "0.weight")
+
+
+@on_ranks(2)
+def test_built_before_parallelize_module():
+    model = mlp()
+    plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+    _refuse_after(model, lambda: parallelize_module(model, mesh_of(2), plan), "0.weight")
 
 
 @pytest.mark.parametrize("original", [True, False])
@@ -481,6 +489,22 @@ def test_gradients_given_to_a_clipper(odd):
     for _ in range(2):
         raised_everywhere(clipper.clip_, TypeError, "w is no parameter.*Were gradients given")
     assert local_of(held.grad).tolist() == [3.0 + dist.get_rank()]
+
+
+@pytest.mark.parametrize("odd", [None, 1])
+@on_ranks(2)
+def test_gradients_given_to_a_function(odd):
+    held = nn.Parameter(torch.zeros(2))
+    held.grad = torch.tensor([3.0, 4.0])
+    given = [held.grad] if odd in (None, dist.get_rank()) else [held]
+    for _ in range(3):
+        raised_everywhere(
+            lambda: clip_grad_norm_(given, 1.0), TypeError, r"parameters\[0\] is no parameter"
+        )
+    assert held.grad.tolist() == [3.0, 4.0]
+    with pytest.raises(TypeError, match="Were gradients given"):
+        clip_grad_value_([held.grad], 1.0)
+    assert_norm(clip_grad_norm_([held], 1.0), 5.0)
 
 
 @on_ranks(2)
