@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from . import adapters, compat, exactness, gradients, norm, reduce, trees
+from .errors import problem
 from .gradients import Layout, Source
 from .measure import Measured
 from .notices import warn_once
@@ -23,8 +24,9 @@ Tree = TypeVar("Tree")
 
 NO_GRADIENTS = (
     "no gradient on any rank: the norm is 0 and nothing is clipped. Was backward() run, are the "
-    "gradients kept elsewhere (DeepSpeed engines, Megatron's main_grad), or was the gradient sync "
-    "off (FSDP2's set_requires_gradient_sync(False))?"
+    "gradients kept elsewhere (DeepSpeed engines, Megatron's main_grad), was the gradient sync off "
+    "(FSDP2's set_requires_gradient_sync(False)), or were the parameters replaced since they were "
+    "listed (fully_shard, to_empty, load_state_dict(assign=True))?"
 )
 
 
@@ -65,7 +67,8 @@ def clip_grad_norm_(
         ValueError: ``max_norm`` or ``norm_type`` is wrong; or, on every rank alike, they differ
             between ranks, a gradient is Partial, on meta or of integer dtype, or the layout is
             wrong: names parameter and rank.
-        TypeError: On every rank alike, a tensor subclass whose meaning is not known.
+        TypeError: On every rank alike, a tensor subclass whose meaning is not known; or gradients
+            were given in place of parameters: nothing on this rank has a ``.grad`` or could.
         NonFiniteGradientError: On every rank alike, with ``error_if_nonfinite``.
         ReplicaMismatchError: On every rank alike: gradients that should be copies are none.
         Whatever is raised, no gradient was touched.
@@ -84,8 +87,20 @@ def clip_grad_norm_(
     world = reduce.resolve(group)
     sources = adapters.sources_of(parameters, world)
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
+    try:
+        wrong = []
+        gradients.refuse_gradients(sources, grads)
+    except TypeError as error:  # on this rank; all of them raise
+        wrong = [problem("clip_grad_norm_", error)]
     found, coef = measure_once(
-        sources, grads, p, world, layout, strict=error_if_nonfinite, max_norm=max_norm
+        sources,
+        grads,
+        p,
+        world,
+        layout,
+        strict=error_if_nonfinite,
+        max_norm=max_norm,
+        problems=wrong,
     )
     gradients.notice_if_used_up(parameters, sources)
     if isinstance(coef, float) and found.flags.present == 0:
@@ -177,9 +192,7 @@ def clip_grads_with_norm_(
     held = [source.parameter for source in sources]
     if held and not any(isinstance(g, Tensor) for g in grads):
         for source in sources:
-            tensor = source.parameter
-            own = isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf
-            if not (isinstance(tensor, nn.Parameter) or own):
+            if not gradients.may_have_gradient(source.parameter):
                 raise TypeError(
                     f"{source.name} is no parameter and has no .grad; clip_grads_with_norm_ wants "
                     "the parameters, and scales their .grad"

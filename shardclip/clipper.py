@@ -41,6 +41,7 @@ from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
 from .skips import Skips
+from .strays import Strays
 from .thresholds import Limit
 
 POLICIES = ("propagate", "raise", "skip")
@@ -62,7 +63,10 @@ class GradClipper(FromFrameworks):
     Args:
         parameters: A module (FSDP1's must be given so), an iterable of tensors or of ``(name,
             tensor)`` pairs, or a list of param groups in the optimizers' form, each with its own
-            ``max_norm``. Each group is clipped by its own norm; all take one all-reduce.
+            ``max_norm``. Each group is clipped by its own norm; all take one all-reduce. A module
+            is kept, and looked at in every step: parameters that were added to it or replaced
+            since (a new head or adapter, ``load_state_dict(assign=True)``, ``fully_shard``, ...)
+            are refused by name as soon as one has a gradient. Build the clipper anew then.
         max_norm: The largest norm that is left alone, for groups without one of their own; None:
             counted and left alone. May be changed between steps. Or a rule: one of
             ``shardclip.adaptive``, or any ``f(total_norm, step)`` that returns a number or a 0-dim
@@ -157,6 +161,8 @@ class GradClipper(FromFrameworks):
         self._alike: dict[str, object] = {}  # what else ranks must have alike in a step
         self.result: ClipResult | None = None
         self._skips = Skips()
+        self._had_gradients = False  # some rank, as far as this one knows
+        self._silent = 0  # steps before that
         self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
         if exact:
@@ -194,7 +200,15 @@ class GradClipper(FromFrameworks):
             window=(DOUBLE if self._agreed.wide else SINGLE) if exact else None,
         )
         self._collector = Collector(
-            sources, planner, self._agreed, lanes, self.norm_type, self.also, grad, overlap
+            sources,
+            planner,
+            self._agreed,
+            lanes,
+            self.norm_type,
+            self.also,
+            grad,
+            overlap,
+            Strays(parameters, sources, grad),
         )
         gradients.notice_if_used_up(parameters, sources)
         seen = [] if self._collector.overlap is None else self._collector.overlap.notices
@@ -218,14 +232,18 @@ class GradClipper(FromFrameworks):
                 gradients too). Where it is not finite the gradients stay as they are, and all
                 optimizers skip the step, whatever ``nonfinite`` says. The scaler is left as its
                 ``unscale_`` leaves it: call ``grad_scaler.step(optimizer)`` and ``update()``.
-            optimizers: With ``grad_scaler``, all that hold the gradients.
+            optimizers: With ``grad_scaler``, all that hold the gradients; they must hold no others.
 
         Returns:
             The norm before, the coefficient, and on demand everything else.
 
         Raises:
             ValueError: ``max_norm`` is negative or NaN, or ``also`` has an undeclared name; or, on
-                every rank alike, a gradient is Partial, on meta or of integer dtype.
+                every rank alike, a gradient is Partial, on meta or of integer dtype, or it is one
+                that the clipper was not built with: of the module that it was given, or of one of
+                the ``optimizers``.
+            TypeError: On every rank alike, gradients were given in place of parameters: nothing on
+                this rank has a gradient or could.
             RuntimeError: A step is under way (``start``), or the scaler is not at this stage.
             NonFiniteGradientError: On every rank alike, with ``nonfinite="raise"``.
             ReplicaMismatchError: On every rank alike: gradients that should be copies are none; on
@@ -295,7 +313,9 @@ class GradClipper(FromFrameworks):
 
         Args:
             optimizer: Steps on the clipped gradients; several are stepped one after the other, by
-                the same norm.
+                the same norm. It may hold some of the clipper's parameters only. What it holds
+                beside them must have no gradient: it would be stepped on unclipped. What is to be
+                counted, but not clipped, goes into a param group with ``max_norm=None``.
             also: As in ``clip_``.
             grad_scaler: As in ``clip_``; the step is the scaler's, skipped where the norm is not
                 finite. Call ``grad_scaler.update()`` afterwards.
@@ -304,7 +324,10 @@ class GradClipper(FromFrameworks):
             As ``clip_``.
 
         Raises:
-            ValueError, RuntimeError, NonFiniteGradientError, ReplicaMismatchError: As ``clip_``.
+            ValueError: As ``clip_``; or, on every rank alike, the optimizer holds a gradient that
+                the clipper was not built with, or (one of torch's own) nothing that has a gradient
+                and nothing of the clipper's, as when it was built before ``fully_shard``.
+            TypeError, RuntimeError, NonFiniteGradientError, ReplicaMismatchError: As ``clip_``.
 
         Communication:
             As ``clip_``.
@@ -362,6 +385,7 @@ class GradClipper(FromFrameworks):
         self._skips.raise_beyond(self.max_consecutive_skips)
         compare = self.check_replicas > 0 and self.steps % self.check_replicas == 0
         found = self._collector.collect(also, scaler, stepped)
+        self._had_gradients = self._had_gradients or bool(found.plan.seats)
         # A loss scale that is too large is a scaler's usual way to find the right one.
         strict = self.nonfinite == "raise" and scaler is None
         skip = self.nonfinite == "skip" or thresholds.skips(rule)
@@ -371,7 +395,11 @@ class GradClipper(FromFrameworks):
             self.norm_type,
             self._world,
             strict=strict,
-            reads=found.fresh or strict or (skip and reads) or compare,
+            reads=found.fresh
+            or strict
+            or (skip and reads)
+            or compare
+            or not self._had_gradients,  # then there is nothing here that could be waited for
             compare=compare,
             added=found.added,
             settings={
@@ -405,7 +433,7 @@ class GradClipper(FromFrameworks):
         except NonFiniteGradientError:  # the step that a record is read for
             self.record.add(self._untouched(measured, begun))
             raise
-        measured.notices = list(begun.found.plan.notices) if begun.found.fresh else []
+        measured.notices = list(begun.found.notices)
         failed = None
         if self._deferred is not None:
             failed = self._deferred.failed.to(measured.total_norm.device)
@@ -413,7 +441,9 @@ class GradClipper(FromFrameworks):
             if compat.is_capturing():  # a replay of the graph returns to nobody who could raise
                 self._deferred = None
         elif measured.flags.present == 0:
-            measured.notices.append((self, NO_GRADIENTS))
+            measured.notices.append((self, self._without_gradients()))
+        else:
+            self._had_gradients = True
         applied = thresholds.apply(
             begun.limits, measured.group_norms, measured.total_norm, self.steps - 1
         )
@@ -436,6 +466,14 @@ class GradClipper(FromFrameworks):
         if names is not None and self.nonfinite == "skip" and self._deferred is None:
             measured.nonfinite = inspection.nonfinite(measured, self._world)
         return Judged(measured, coefs, factors, stops, skipped, names, applied.limits)
+
+    def _without_gradients(self) -> str:
+        """Say that there are none: again, if ever more rarely, while there never were any."""
+        if self._had_gradients:
+            return NO_GRADIENTS
+        self._silent += 1
+        told = 10 ** (len(str(self._silent)) - 1)  # after 1, 10, 100, ... steps
+        return NO_GRADIENTS if told == 1 else f"in each of the first {told} steps: {NO_GRADIENTS}"
 
     @staticmethod
     def _names(measured: Measured) -> list[str] | None:

@@ -17,6 +17,7 @@ from .overlap import Overlap
 from .payload import Lanes
 from .plan import Plan
 from .planner import Planner
+from .strays import Strays
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Collected:
         fresh: Whether it is new.
         added: The caller's numbers.
         unit: What the gradients are still to be multiplied by: a loss scale's inverse.
+        notices: What to warn of once, and about what, when the step is through.
     """
 
     grads: list[Tensor | None]
@@ -36,6 +38,7 @@ class Collected:
     fresh: bool
     added: list[float | Tensor] = field(default_factory=list)
     unit: Tensor | None = None
+    notices: list[tuple[object, str]] = field(default_factory=list)
 
 
 class Collector:
@@ -51,6 +54,7 @@ class Collector:
         also: Sequence[str],
         read: Read | None,
         overlap: bool,
+        strays: Strays,
     ) -> None:
         self.sources = sources
         self.overlap = Overlap(sources, p, planner.world) if overlap else None
@@ -60,6 +64,7 @@ class Collector:
         self._p = p
         self._also = also
         self._read = adapters.read_grad if read is None else read
+        self._strays = strays
         self._plan: Plan | None = None
         self._signature: list[object] = []
         # Where gradients are found without a question, no function is called for each.
@@ -80,6 +85,7 @@ class Collector:
         try:
             added = self._added(also)
             grads = self._gradients()
+            notices = self._strays.check(grads, stepped)
             unit = None if scaler is None else self._unit(scaler, stepped, grads)
             made, fresh = self._planned(grads)
             if self.overlap is not None:
@@ -87,7 +93,8 @@ class Collector:
         except Exception as error:  # a user's grad= may raise anything
             failed = Plan(self._lanes, problems=[problem("GradClipper.clip_", error)])
             return Collected([], failed, True)
-        return Collected(grads, made, fresh, added, unit)
+        notices += made.notices if fresh else []
+        return Collected(grads, made, fresh, added, unit, notices)
 
     def group_of(self) -> dict[int, int]:
         """By ``id`` of the parameter, the group that its ``.grad`` belongs to as a whole."""

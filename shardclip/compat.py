@@ -190,7 +190,14 @@ def signature(tensor: Any) -> object:
 def signatures(tensors: Sequence[Any]) -> list[object]:
     """Do the same for many, quickly."""
     dtensor: Any = _loaded("torch.distributed.tensor", "DTensor")
-    return [t._spec if type(t) is dtensor else signature(t) for t in tensors]
+    return [
+        (Tensor, t.shape, t.dtype, t.device)
+        if type(t) is Tensor and t.layout is torch.strided
+        else t._spec
+        if type(t) is dtensor
+        else signature(t)
+        for t in tensors
+    ]
 
 
 def from_local(local: Tensor, like: Any) -> Tensor:
@@ -268,6 +275,13 @@ def is_fsdp1_flattened(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False)) or hasattr(
         parameter, "_shard_param_infos"
     )
+
+
+def is_managed_by_fsdp(module: object) -> bool:
+    """Whether FSDP2 puts unsharded parameters into this module for its passes, or FSDP1 does."""
+    cls = _loaded("torch.distributed.fsdp", "FSDPModule")
+    marked = getattr(module, "_is_fsdp_managed_module", False)  # below a module that is sharded
+    return bool(marked) or (cls is not None and isinstance(module, cls))
 
 
 def bare_mesh(ranks: Any) -> Any:

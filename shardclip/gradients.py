@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .notices import warn_once
 from .ownership import Ownership
@@ -83,6 +83,28 @@ def notice_if_used_up(parameters: object, sources: Sequence[Source]) -> None:
             "`parameters` is an empty iterator: nothing is counted or clipped on this rank. Was "
             "it used up before? Pass a list",
         )
+
+
+def refuse_gradients(sources: Sequence[Source], grads: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that were handed over in place of the parameters that have them.
+
+    Raises:
+        TypeError: There is no gradient, and nothing that could have one.
+    """
+    if any(isinstance(grad, Tensor) for grad in grads):
+        return
+    if sources and not any(may_have_gradient(source.parameter) for source in sources):
+        raise TypeError(
+            f"{sources[0].name} is no parameter and has no .grad, nor has anything else that was "
+            "given. Were gradients given? Give the parameters, whose .grad is clipped"
+        )
+
+
+def may_have_gradient(entry: object) -> bool:
+    """Whether torch could ever put a gradient there; or it is no tensor, refused elsewhere."""
+    if isinstance(entry, nn.Parameter) or not isinstance(entry, Tensor):
+        return True
+    return entry.requires_grad and (entry.is_leaf or entry.retains_grad)
 
 
 def unique(sources: Iterable[Source]) -> list[Source]:

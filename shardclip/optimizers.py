@@ -53,7 +53,7 @@ def factor_group(optimizer: Optimizer, group_of: Mapping[int, int]) -> int | Non
     Returns:
         The group; None where the gradients must be scaled before the step, or there are none.
     """
-    if type(optimizer) not in _FUSED or _is_watched(optimizer):
+    if type(optimizer) not in _FUSED or is_watched(optimizer):
         return None
     if not all(group["fused"] for group in optimizer.param_groups):
         return None
@@ -166,8 +166,8 @@ def _is_ordinary(grad: Tensor) -> bool:
     return compat.is_plain(local) and compat.is_strided(local) and local.dtype in _DTYPES
 
 
-def _is_watched(optimizer: Optimizer) -> bool:
-    """Whether code other than torch's own runs in a step before the kernel does."""
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether code other than torch's own runs in a step, before its kernel does."""
     own = getattr(optimizer, "_optimizer_step_pre_hooks", True)
     shared = getattr(sys.modules[Optimizer.__module__], "_global_optimizer_pre_hooks", True)
     if own or shared:

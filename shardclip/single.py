@@ -34,11 +34,13 @@ def measure_once(
     limit: str = "max_norm",
     numbers: Sequence[int] | None = None,
     exact: bool = False,
+    problems: Sequence[tuple[str, str]] = (),
 ) -> tuple[Measured, float | Tensor]:
     """Plan, sum, reduce and judge; return the measurement and the coefficient.
 
     The coefficient is a number where reading it costs nothing, else a tensor. ``norm_type`` and
-    ``max_norm``, which the caller knows by the name ``limit``, must be alike on all ranks.
+    ``max_norm``, which the caller knows by the name ``limit``, must be alike on all ranks. The
+    caller's ``problems`` with this rank's sources raise on all of them.
     """
     previous = _pending.pop(world.ranks, None)
     if previous is not None:
@@ -59,9 +61,11 @@ def measure_once(
         )
         if lanes.window is not None:
             made.build = builder(lanes.window)
+        made.problems += problems
         return made
 
-    again = layout is None and numbers is None  # else it depends on more than can be compared
+    # Else it depends on more than can be compared.
+    again = layout is None and numbers is None and not problems
     key = world.ranks, world.rank, world.device, lanes, norm.is_maximum(p)
     made = kept_plans.find(key, sources, grads, make) if again else make()
     # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.

@@ -29,7 +29,8 @@ def clip_grad_value_(
         ValueError: ``clip_value`` is negative or NaN, or a gradient is complex, Partial, on meta or
             of integer dtype: names the parameter. Nothing was touched. As nothing communicates,
             only ranks that hold such a gradient raise.
-        TypeError: A tensor subclass whose meaning is not known.
+        TypeError: A tensor subclass whose meaning is not known; or gradients were given in place of
+            parameters.
 
     Communication:
         None, and no host sync.
@@ -42,6 +43,7 @@ def clip_grad_value_(
     grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
     for source, grad in zip(sources, grads, strict=True):
         _check(source, grad)
+    gradients.refuse_gradients(sources, grads)
     if math.isinf(limit):
         return
     held = []
