@@ -22,7 +22,7 @@ def pack(value: Any, rank: int) -> bytes:
         return pickle.dumps(_Failure(rank, f"{type(error).__name__}: {error}"))
 
 
-def unpack(told: Iterable[tuple[int, bytes]]) -> list[Any]:
+def unpack(told: Iterable[tuple[int, bytes | memoryview]]) -> list[Any]:
     """Unpickle what ranks have told.
 
     Args:

@@ -164,7 +164,7 @@ def gather(value: Any, world: World) -> list[Any]:
     return messages.unpack(zip(world.ranks, told, strict=True))
 
 
-def _exchange(mine: bytes, world: World) -> list[bytes]:
+def _exchange(mine: bytes, world: World) -> list[memoryview]:
     """Give every rank every rank's bytes: two all-gathers, of lengths and of padded bytes."""
     device = compat.bytes_device(world.process_group, world.device)
     lengths = _all_gather(compat.on_host([len(mine)], torch.int64).to(device), world)
@@ -175,7 +175,8 @@ def _exchange(mine: bytes, world: World) -> list[bytes]:
     told = bytearray(len(sizes) * longest)
     torch.frombuffer(told, dtype=torch.uint8).copy_(received.flatten())
     starts = range(0, len(told), longest)
-    return [bytes(told[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    read = memoryview(told)
+    return [read[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def _all_gather(row: Tensor, world: World) -> Tensor:
