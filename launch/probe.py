@@ -146,6 +146,20 @@ def _gradient_norm(world_size: int, device: torch.device) -> dict[str, Any]:
     return {"reference": reference, "norm": norm}
 
 
+def _gathered(facts: dict[str, Any], world_size: int) -> list[Any]:
+    """Give every rank every rank's facts, as JSON: torch's own exchange of objects needs numpy."""
+    text = json.dumps(facts).encode()
+    length = torch.tensor([len(text)])
+    dist.all_reduce(length, dist.ReduceOp.MAX)
+    told = [bytearray(int(length)) for _ in range(world_size)]
+    padded = bytearray(text.ljust(int(length)))
+    dist.all_gather(
+        [torch.frombuffer(one, dtype=torch.uint8) for one in told],
+        torch.frombuffer(padded, dtype=torch.uint8),
+    )
+    return [json.loads(one) for one in told]
+
+
 def main() -> None:
     """Gather every rank's facts and write them to the file named on the command line."""
     place = init_distributed(timeout=30.0)
@@ -156,8 +170,7 @@ def main() -> None:
     facts["clock"] = _clock_offset(place.rank, place.world_size)
     facts["all_reduce"] = _all_reduce(place.rank, place.world_size, device)
     facts["gradient_norm"] = _gradient_norm(place.world_size, device)
-    gathered: list[Any] = [None] * place.world_size
-    dist.all_gather_object(gathered, facts)
+    gathered = _gathered(facts, place.world_size)
     if place.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(gathered))
     dist.barrier()

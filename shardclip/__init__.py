@@ -1,6 +1,7 @@
 """The true global gradient norm under any sharding, with one all-reduce."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from ._version import __version__
@@ -80,6 +81,10 @@ __all__ = [
     "get_total_norm",
     "global_norm",
 ]
+
+
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "launch")):
+    from . import _checkout  # noqa: F401 - there `shardclip.launch` must be found, too
 
 
 def _found(name: str) -> object:

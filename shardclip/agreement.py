@@ -1,7 +1,6 @@
 """What the ranks agree on when a GradClipper is built: names, who holds what, and lanes."""
 
 import hashlib
-import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, reduce, verdict
+from . import compat, messages, reduce, verdict
 from ._version import __version__
 from .errors import problem
 from .gradients import Source
@@ -65,13 +64,19 @@ def agree(value: Any, world: World) -> list[Any]:
 
     Most ranks say the same, so digests travel first and each distinct value once: four all-gathers.
     """
-    packed = pickle.dumps(value)
+    if world.size == 1:
+        return [value]
+    packed = messages.pack(value, world.rank)
     digests = reduce.gather(hashlib.sha256(packed).digest(), world)
     mine = world.ranks.index(world.rank)
     first = digests.index(digests[mine]) == mine
     told = reduce.gather(packed if first else None, world)
-    kept = {d: v for d, v in zip(digests, told, strict=True) if v is not None}
-    values = {digest: pickle.loads(v) for digest, v in kept.items()}
+    kept = {
+        digest: (rank, packed)
+        for digest, rank, packed in zip(digests, world.ranks, told, strict=True)
+        if packed is not None
+    }
+    values = dict(zip(kept, messages.unpack(kept.values()), strict=True))
     return [values[digest] for digest in digests]
 
 

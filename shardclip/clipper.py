@@ -115,7 +115,8 @@ class GradClipper(FromFrameworks):
 
     Communication:
         Building it communicates once, eight all-gathers of names and lanes, so every rank of the
-        group must build it. Each ``clip_()`` makes one all-reduce and nothing else.
+        group must build it, after ``init_process_group``. Each ``clip_()`` makes one all-reduce and
+        nothing else.
     """
 
     def __init__(
@@ -244,7 +245,8 @@ class GradClipper(FromFrameworks):
                 the ``optimizers``.
             TypeError: On every rank alike, gradients were given in place of parameters: nothing on
                 this rank has a gradient or could.
-            RuntimeError: A step is under way (``start``), or the scaler is not at this stage.
+            RuntimeError: A step is under way (``start``), or the scaler is not at this stage. The
+                clipper was built before ``init_process_group``, or its group was destroyed.
             NonFiniteGradientError: On every rank alike, with ``nonfinite="raise"``.
             ReplicaMismatchError: On every rank alike: gradients that should be copies are none; on
                 CUDA, after the first step, in the call after the one that found it.

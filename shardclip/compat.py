@@ -270,6 +270,30 @@ def group_accelerator(process_group: Any) -> str | None:
     return None
 
 
+def bytes_device(process_group: Any, device: torch.device | None) -> torch.device | None:
+    """Return where a group exchanges bytes: on CPU, where they are, if it can, else ``device``."""
+    import torch.distributed as dist
+
+    config = dist.get_backend_config(process_group)
+    return torch.device("cpu") if "cpu:" in config else device
+
+
+def is_registered(process_group: Any) -> bool:
+    """Whether torch knows a process group: it forgets those that are destroyed."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        return process_group in distributed_c10d._world.pg_group_ranks
+    except AttributeError:
+        return True
+
+
+def device_errors() -> tuple[type[Exception], ...]:
+    """Return what torch raises where a device has failed or is full."""
+    names = ("AcceleratorError", "OutOfMemoryError")
+    return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
 def is_fsdp1_flattened(parameter: Tensor) -> bool:
     """Whether FSDP1 has taken this parameter into (or is it itself) a flat parameter."""
     return bool(getattr(parameter, "_fsdp_flattened", False)) or hasattr(

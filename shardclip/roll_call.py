@@ -4,6 +4,7 @@ Nothing is noted on the usual path. Ranks whose all-reduce has failed sign a lis
 key-value store, wait a little for each other, and read who has signed.
 """
 
+import re
 import time
 
 import torch.distributed as dist
@@ -15,6 +16,18 @@ PATIENCE = 5.0
 """Seconds to wait for the other ranks, whose time-outs may have begun a little later."""
 
 _PAUSE = 0.1
+
+_NO_MEMORY = re.compile("out of memory|allocate memory|not enough memory", re.IGNORECASE)
+
+
+def is_local(error: BaseException) -> bool:
+    """Whether what a collective has raised is wrong on this rank, whatever the others do.
+
+    No time is then spent on waiting for them: an error of the device that an earlier kernel has
+    left, no memory for a buffer, a backend that lacks the operation.
+    """
+    own = (NotImplementedError, RecursionError), compat.device_errors()
+    return isinstance(error, own) or _NO_MEMORY.search(str(error)) is not None
 
 
 def explain(error: BaseException, world: World, what: str) -> str:
@@ -37,7 +50,10 @@ def explain(error: BaseException, world: World, what: str) -> str:
             "gradients"
         )
     else:
-        who = "every rank has made the call, so the network, or a time-out too short, is to blame"
+        who = (
+            "every rank has made the call, and it has failed on each. If the backend names no "
+            "cause, look at the network, or allow more time (init_process_group(timeout=...))"
+        )
     return f"{what} failed: {who}. The backend said: {said}"
 
 

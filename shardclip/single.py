@@ -19,7 +19,7 @@ from .world import World
 
 _SLOTS_EXACT = 64  # each of their lanes takes many integers
 
-_pending: dict[tuple[int, ...], verdict.Deferred] = {}
+_pending: dict[tuple[int, ...], tuple[World, verdict.Deferred]] = {}
 
 
 def measure_once(
@@ -42,8 +42,8 @@ def measure_once(
     ``max_norm``, which the caller knows by the name ``limit``, must be alike on all ranks. The
     caller's ``problems`` with this rank's sources raise on all of them.
     """
-    previous = _pending.pop(world.ranks, None)
-    if previous is not None:
+    earlier, previous = _pending.pop(world.ranks, (world, None))
+    if previous is not None and earlier.holds():  # ranks of a new job may not know of it
         previous.settle(world)
     lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
     if exact:
@@ -78,7 +78,7 @@ def measure_once(
     coef = norm.clip_coef(found.total_norm, max_norm)
     if deferred is None:
         return found, float(coef)
-    _pending[world.ranks] = deferred.without_parameters()
+    _pending[world.ranks] = world, deferred.without_parameters()
     failed = deferred.failed.to(found.total_norm.device)
     found.total_norm = torch.where(failed, torch.nan, found.total_norm)
     return found, torch.where(failed, 1.0, coef)

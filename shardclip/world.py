@@ -1,9 +1,14 @@
 """The ranks that reduce together, as data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -16,12 +21,14 @@ class World:
         process_group: What to reduce over; None where this rank is alone.
         device: Where the payload travels; a function of the group alone, so that all ranks agree.
             None where nothing travels.
+        holds: Whether these are still the ranks that were meant: process groups begin and end.
     """
 
     ranks: tuple[int, ...]
     rank: int
     process_group: Any = None
     device: torch.device | None = None
+    holds: Callable[[], bool] = _always
 
     @property
     def size(self) -> int:

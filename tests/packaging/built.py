@@ -1,10 +1,12 @@
 """The wheel and the sdist, built once, and empty environments that see torch to install them in."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -61,6 +63,41 @@ def environment(folder: Path, archive: Path) -> Path:
     return python
 
 
+def bare(folder: Path, archive: Path) -> Path:
+    """Install an archive into an environment with torch, what torch cannot do without, and no more.
+
+    They are links to the running environment's, so that nothing is downloaded.
+    """
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    own = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
+                   cwd=folder).strip())  # fmt: skip
+    for name in _needed("torch"):
+        found = metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (own / top).exists():
+                (own / top).symlink_to(Path(found.locate_file(top)).resolve())
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index",
+        "--no-deps", archive, cwd=folder)  # fmt: skip
+    return python
+
+
+def _needed(name: str) -> set[str]:
+    """Name a distribution and all that it cannot do without, as far as it is installed."""
+    names: set[str] = set()
+    waiting = [name]
+    while waiting:
+        one = waiting.pop().lower()
+        try:
+            needs = metadata.requires(one) or []
+        except metadata.PackageNotFoundError:  # for another system or Python
+            continue
+        if one not in names:
+            names.add(one)
+            waiting += [re.match(r"[\w.-]+", need)[0] for need in needs if "extra ==" not in need]
+    return names
+
+
 @lru_cache(maxsize=1)
 def archives() -> dict[str, Path]:
     """Build both, once."""
@@ -73,9 +110,16 @@ def python_with(kind: str) -> Path:
     return environment(archives()["wheel"].parent / f"env-{kind}", archives()[kind])
 
 
+@lru_cache(maxsize=1)
+def bare_python() -> Path:
+    """Return the Python of an environment that has the wheel, torch, and not even numpy."""
+    return bare(archives()["wheel"].parent / "env-bare", archives()["wheel"])
+
+
 def remove() -> None:
     """Remove what was built."""
     if archives.cache_info().currsize:
         shutil.rmtree(archives()["wheel"].parent)
     archives.cache_clear()
     python_with.cache_clear()
+    bare_python.cache_clear()
