@@ -21,6 +21,7 @@ from . import (
     optimizers,
     reduce,
     thresholds,
+    uneven_inputs,
     verdict,
 )
 from .adapters import Read
@@ -41,7 +42,7 @@ from .reduce import Group
 from .result import ClipResult
 from .scale import scale_
 from .skips import Skips
-from .thresholds import Limit
+from .thresholds import Limit, Rule
 
 POLICIES = ("propagate", "raise", "skip")
 
@@ -159,6 +160,7 @@ class GradClipper(FromFrameworks):
         self._skips = Skips()
         self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
+        uneven_inputs.refuse_to_build(self._world)
         if exact:
             exactness.check(self.norm_type, self._world)
         planner = Planner(self._world, layout)
@@ -356,12 +358,14 @@ class GradClipper(FromFrameworks):
         limits = thresholds.of_groups(self.param_groups, self.max_norm)
         rule = thresholds.rule_of(limits)
         scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
+        uneven_inputs.refuse_settings(self._bound_to_all(rule), self._world)
+        collector, world = self._collector.taking_part()
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
-            settled.settle(self._world)
+            settled.settle(world)
         self._skips.raise_beyond(self.max_consecutive_skips)
         compare = self.check_replicas > 0 and self.steps % self.check_replicas == 0
-        found = self._collector.collect(also, scaler, stepped)
+        found = collector.collect(also, scaler, stepped)
         # A loss scale that is too large is a scaler's usual way to find the right one.
         strict = self.nonfinite == "raise" and scaler is None
         skip = self.nonfinite == "skip" or thresholds.skips(rule)
@@ -369,7 +373,7 @@ class GradClipper(FromFrameworks):
             found.plan,
             found.grads,
             self.norm_type,
-            self._world,
+            world,
             strict=strict,
             reads=found.fresh or strict or (skip and reads) or compare,
             compare=compare,
@@ -384,7 +388,17 @@ class GradClipper(FromFrameworks):
                 **self._alike,
             },
         )
-        return Begun(started, found, limits, scaler, stepped)
+        return Begun(started, found, limits, world, scaler, stepped)
+
+    def _bound_to_all(self, rule: Rule | None) -> list[str]:
+        """Name the arguments for which every rank must take part in every step."""
+        given = {
+            "also=": bool(self.also),
+            "check_replicas=": bool(self.check_replicas),
+            "max_consecutive_skips=": self.max_consecutive_skips is not None,
+            "max_norm= as a rule": rule is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
 
     def _finish(self, begun: Begun) -> ClipResult:
         judged = self._judge(begun)
@@ -401,7 +415,7 @@ class GradClipper(FromFrameworks):
         measured = begun.started.finish(begun.found.unit)
         warns = self.on_drift == "warn"
         try:
-            self._deferred = verdict.pass_verdict(measured, self._world, warns)
+            self._deferred = verdict.pass_verdict(measured, begun.world, warns)
         except NonFiniteGradientError:  # the step that a record is read for
             self.record.add(self._untouched(measured, begun))
             raise
@@ -434,7 +448,7 @@ class GradClipper(FromFrameworks):
         coefs, factors = torch.where(stops, 1.0, coefs), torch.where(stops, 1.0, factors)
         skipped = bool(stops) if measured.read else stops
         if names is not None and self.nonfinite == "skip" and self._deferred is None:
-            measured.nonfinite = inspection.nonfinite(measured, self._world)
+            measured.nonfinite = inspection.nonfinite(measured, begun.world)
         return Judged(measured, coefs, factors, stops, skipped, names, applied.limits)
 
     @staticmethod

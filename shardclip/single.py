@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import kept_plans, norm, plan, verdict
+from . import kept_plans, norm, plan, uneven_inputs, verdict
 from .exact import DOUBLE
 from .exactness import accept, builder
 from .gradients import Layout, Source
@@ -40,6 +40,7 @@ def measure_once(
     The coefficient is a number where reading it costs nothing, else a tensor. ``norm_type`` and
     ``max_norm``, which the caller knows by the name ``limit``, must be alike on all ranks.
     """
+    world = uneven_inputs.taking_part(world, sources, grads)
     previous = _pending.pop(world.ranks, None)
     if previous is not None:
         previous.settle(world)
@@ -62,7 +63,7 @@ def measure_once(
         return made
 
     again = layout is None and numbers is None  # else it depends on more than can be compared
-    key = world.ranks, world.rank, world.device, lanes, norm.is_maximum(p)
+    key = world.ranks, world.rank, world.device, world.alike, lanes, norm.is_maximum(p)
     made = kept_plans.find(key, sources, grads, make) if again else make()
     # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
     reads = strict or made.proves or bool(made.problems) or not made.seats

@@ -16,12 +16,14 @@ class World:
         process_group: What to reduce over; None where this rank is alone.
         device: Where the payload travels; a function of the group alone, so that all ranks agree.
             None where nothing travels.
+        alike: This rank is alone, and others that measure the same must get the same bits.
     """
 
     ranks: tuple[int, ...]
     rank: int
     process_group: Any = None
     device: torch.device | None = None
+    alike: bool = False
 
     @property
     def size(self) -> int:
