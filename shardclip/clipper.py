@@ -107,12 +107,15 @@ class GradClipper(FromFrameworks):
 
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is, or settings, param
-            groups or DTensors' names differ between ranks.
+            groups or DTensors' names differ between ranks; or it is built inside ``join()``.
         TypeError: An argument has the wrong type.
 
     Communication:
         Building it communicates once, eight all-gathers of names and lanes, so every rank of the
-        group must build it. Each ``clip_()`` makes one all-reduce and nothing else.
+        group must build it, before torch's ``join()``. Each ``clip_()`` makes one all-reduce and
+        nothing else. None inside ``join()``, where ranks may have run out of data: each of the
+        others has what DistributedDataParallel averaged whole and measures alone. Copies are not
+        proved there, and ``steps`` and ``skipped`` count this rank's own steps.
     """
 
     def __init__(
@@ -227,7 +230,9 @@ class GradClipper(FromFrameworks):
 
         Raises:
             ValueError: ``max_norm`` is negative or NaN, or ``also`` has an undeclared name; or, on
-                every rank alike, a gradient is Partial, on meta or of integer dtype.
+                every rank alike, a gradient is Partial, on meta or of integer dtype; or, inside
+                ``join()``, this clipper has parameters that no DistributedDataParallel of it
+                averages, or ``also=``, ``check_replicas=``, ``max_consecutive_skips=`` or a rule.
             RuntimeError: A step is under way (``start``), or the scaler is not at this stage.
             NonFiniteGradientError: On every rank alike, with ``nonfinite="raise"``.
             ReplicaMismatchError: On every rank alike: gradients that should be copies are none; on
