@@ -66,7 +66,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` is wrong; or, on every rank alike, they differ
             between ranks, a gradient is Partial, on meta or of integer dtype, or the layout is
-            wrong: names parameter and rank.
+            wrong: names parameter and rank; or, inside torch's ``join()``, a parameter is none that
+            a DistributedDataParallel of it averages.
         TypeError: On every rank alike, a tensor subclass whose meaning is not known; or gradients
             were given in place of parameters: nothing on this rank has a ``.grad`` or could.
         NonFiniteGradientError: On every rank alike, with ``error_if_nonfinite``.
@@ -78,6 +79,8 @@ def clip_grad_norm_(
         to be proved that no ``layout`` vouches for, or with ``error_if_nonfinite``. Where some
         rank does not read the result in the same call, what is wrong leaves the gradients as they
         are, makes the norm NaN, and is raised by all ranks in the next call.
+        None inside torch's ``join()``, where ranks may have run out of data: each of the others has
+        the averaged gradients whole and measures alone; copies are not proved there.
 
     References:
         ``torch.nn.utils.clip_grad_norm_``.

@@ -21,6 +21,7 @@ from . import (
     optimizers,
     reduce,
     thresholds,
+    uneven_inputs,
     verdict,
 )
 from .adapters import Read
@@ -42,7 +43,7 @@ from .result import ClipResult
 from .scale import scale_
 from .skips import Skips
 from .strays import Strays
-from .thresholds import Limit
+from .thresholds import Limit, Rule
 
 POLICIES = ("propagate", "raise", "skip")
 
@@ -110,13 +111,16 @@ class GradClipper(FromFrameworks):
 
     Raises:
         ValueError: An argument is wrong; or, on every rank alike, a layout is, or settings, param
-            groups or DTensors' names differ between ranks.
+            groups or DTensors' names differ between ranks; or it is built inside ``join()``.
         TypeError: An argument has the wrong type.
 
     Communication:
         Building it communicates once, eight all-gathers of names and lanes, so every rank of the
-        group must build it, after ``init_process_group``. Each ``clip_()`` makes one all-reduce and
-        nothing else.
+        group must build it, after ``init_process_group`` and before torch's ``join()``. Each
+        ``clip_()`` makes one all-reduce and nothing else. None inside ``join()``, where ranks may
+        have run out of data: each of the others has what DistributedDataParallel averaged whole
+        and measures alone. Copies are not proved there, and ``steps`` and ``skipped`` count this
+        rank's own steps.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class GradClipper(FromFrameworks):
         self._silent = 0  # steps before that
         self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
+        uneven_inputs.refuse_to_build(self._world)
         if exact:
             exactness.check(self.norm_type, self._world)
         planner = Planner(self._world, layout)
@@ -242,7 +247,9 @@ class GradClipper(FromFrameworks):
             ValueError: ``max_norm`` is negative or NaN, or ``also`` has an undeclared name; or, on
                 every rank alike, a gradient is Partial, on meta or of integer dtype, or it is one
                 that the clipper was not built with: of the module that it was given, or of one of
-                the ``optimizers``.
+                the ``optimizers``; or, inside ``join()``, this clipper has parameters that no
+                DistributedDataParallel of it averages, or ``also=``, ``check_replicas=``,
+                ``max_consecutive_skips=`` or a rule.
             TypeError: On every rank alike, gradients were given in place of parameters: nothing on
                 this rank has a gradient or could.
             RuntimeError: A step is under way (``start``), or the scaler is not at this stage. The
@@ -381,12 +388,14 @@ class GradClipper(FromFrameworks):
         limits = thresholds.of_groups(self.param_groups, self.max_norm)
         rule = thresholds.rule_of(limits)
         scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
+        uneven_inputs.refuse_settings(self._bound_to_all(rule), self._world)
+        collector, world = self._collector.taking_part()
         if self._deferred is not None:
             settled, self._deferred = self._deferred, None
-            settled.settle(self._world)
+            settled.settle(world)
         self._skips.raise_beyond(self.max_consecutive_skips)
         compare = self.check_replicas > 0 and self.steps % self.check_replicas == 0
-        found = self._collector.collect(also, scaler, stepped)
+        found = collector.collect(also, scaler, stepped)
         self._had_gradients = self._had_gradients or bool(found.plan.seats)
         # A loss scale that is too large is a scaler's usual way to find the right one.
         strict = self.nonfinite == "raise" and scaler is None
@@ -395,7 +404,7 @@ class GradClipper(FromFrameworks):
             found.plan,
             found.grads,
             self.norm_type,
-            self._world,
+            world,
             strict=strict,
             reads=found.fresh
             or strict
@@ -414,7 +423,17 @@ class GradClipper(FromFrameworks):
                 **self._alike,
             },
         )
-        return Begun(started, found, limits, scaler, stepped)
+        return Begun(started, found, limits, world, scaler, stepped)
+
+    def _bound_to_all(self, rule: Rule | None) -> list[str]:
+        """Name the arguments for which every rank must take part in every step."""
+        given = {
+            "also=": bool(self.also),
+            "check_replicas=": bool(self.check_replicas),
+            "max_consecutive_skips=": self.max_consecutive_skips is not None,
+            "max_norm= as a rule": rule is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
 
     def _finish(self, begun: Begun) -> ClipResult:
         judged = self._judge(begun)
@@ -431,7 +450,7 @@ class GradClipper(FromFrameworks):
         measured = begun.started.finish(begun.found.unit)
         warns = self.on_drift == "warn"
         try:
-            self._deferred = verdict.pass_verdict(measured, self._world, warns)
+            self._deferred = verdict.pass_verdict(measured, begun.world, warns)
         except NonFiniteGradientError:  # the step that a record is read for
             self.record.add(self._untouched(measured, begun))
             raise
@@ -466,7 +485,7 @@ class GradClipper(FromFrameworks):
         coefs, factors = torch.where(stops, 1.0, coefs), torch.where(stops, 1.0, factors)
         skipped = bool(stops) if measured.read else stops
         if names is not None and self.nonfinite == "skip" and self._deferred is None:
-            measured.nonfinite = inspection.nonfinite(measured, self._world)
+            measured.nonfinite = inspection.nonfinite(measured, begun.world)
         return Judged(measured, coefs, factors, stops, skipped, names, applied.limits)
 
     def _without_gradients(self) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import adapters, compat, exactness, gradients, loss_scaling, norm, plan
+from . import adapters, compat, exactness, gradients, loss_scaling, norm, plan, uneven_inputs
 from .adapters import Read
 from .agreement import Agreement
 from .errors import problem
@@ -18,6 +18,7 @@ from .payload import Lanes
 from .plan import Plan
 from .planner import Planner
 from .strays import Strays
+from .world import World
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Collector:
         self._strays = strays
         self._plan: Plan | None = None
         self._signature: list[object] = []
+        self._alone: Collector | None = None
         # Where gradients are found without a question, no function is called for each.
         direct = read is None and all(source.span is None for source in sources)
         self._bare = [source.parameter for source in sources] if direct else []
@@ -95,6 +97,22 @@ class Collector:
             return Collected([], failed, True)
         notices += made.notices if fresh else []
         return Collected(grads, made, fresh, added, unit, notices)
+
+    def taking_part(self) -> tuple["Collector", World]:
+        """Return what collects this step and the ranks that it is reduced over.
+
+        Raises:
+            ValueError: As ``uneven_inputs.taking_part``.
+        """
+        world = self._planner.world
+        if not uneven_inputs.under_way(world):
+            return self, world
+        alone = uneven_inputs.taking_part(world, self.sources, self._gradients())
+        if self._alone is None:  # plans of its own: it reads in full what others shared
+            planner = Planner(alone, self._planner.layout)
+            how = self._agreed, self._lanes, self._p, self._also, self._read
+            self._alone = Collector(self.sources, planner, *how, False, self._strays)
+        return self._alone, alone
 
     def group_of(self) -> dict[int, int]:
         """By ``id`` of the parameter, the group that its ``.grad`` belongs to as a whole."""

@@ -11,6 +11,7 @@ from .collect import Collected
 from .measure import Measured, Started
 from .result import ClipResult
 from .thresholds import Limit
+from .world import World
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Begun:
         started: Its measurement.
         found: What was collected for it.
         limits: The param groups' thresholds.
+        world: The ranks that it is reduced over.
         scaler: The GradScaler that has scaled its loss.
         optimizers: Those whose gradients it has scaled.
     """
@@ -28,6 +30,7 @@ class Begun:
     started: Started
     found: Collected
     limits: Sequence[Limit]
+    world: World
     scaler: GradScaler | None = None
     optimizers: Sequence[Optimizer] = ()
 

@@ -110,7 +110,7 @@ def make(
         maximum: p is inf: copies change nothing, so nothing is split or proved.
         accept: Raises for dtypes that cannot be summed.
     """
-    plan = Plan(lanes)
+    plan = Plan(lanes, build=kernels.build_alike if planner.world.alike else kernels.build)
     settled = _settle(plan, planner, pairs, accept)
     numbered = _number(settled, numbers)
     parts = {} if maximum else _share(settled, numbered, pairs, planner.world.rank, spread)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import kept_plans, norm, plan, verdict
+from . import kept_plans, norm, plan, uneven_inputs, verdict
 from .exact import DOUBLE
 from .exactness import accept, builder
 from .gradients import Layout, Source
@@ -42,6 +42,7 @@ def measure_once(
     ``max_norm``, which the caller knows by the name ``limit``, must be alike on all ranks. The
     caller's ``problems`` with this rank's sources raise on all of them.
     """
+    world = uneven_inputs.taking_part(world, sources, grads)
     earlier, previous = _pending.pop(world.ranks, (world, None))
     if previous is not None and earlier.holds():  # ranks of a new job may not know of it
         previous.settle(world)
@@ -66,7 +67,7 @@ def measure_once(
 
     # Else it depends on more than can be compared.
     again = layout is None and numbers is None and not problems
-    key = world.ranks, world.rank, world.device, lanes, norm.is_maximum(p)
+    key = world.ranks, world.rank, world.device, world.alike, lanes, norm.is_maximum(p)
     made = kept_plans.find(key, sources, grads, make) if again else make()
     # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
     reads = strict or made.proves or bool(made.problems) or not made.seats

@@ -234,10 +234,10 @@ def pass_verdict(measured: Measured, world: World, warns: bool = False) -> Defer
         ValueError, TypeError, NonFiniteGradientError, ReplicaMismatchError: On all ranks or none.
     """
     if not measured.read:
-        return Deferred(measured)
+        return Deferred(measured, world)
     flags = measured.flags
     if flags.unread:
-        return Deferred(measured)
+        return Deferred(measured, world)
     if flags.errors:
         raise_problems(measured, world)
     if flags.differ:
@@ -257,12 +257,13 @@ class Deferred:
     Until then a step that failed leaves the gradients as they are and its norm is NaN.
     """
 
-    def __init__(self, measured: Measured) -> None:
+    def __init__(self, measured: Measured, world: World) -> None:
         failed = measured.plan.lanes.failed(measured.payload)
         if not is_maximum(measured.p):
             differ = replicas.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
         self.failed = failed
+        self._world = world
         self.measured = replace(measured)
         self.measured.forget_gradients()
         self._told = HostCopy(failed)
@@ -272,15 +273,26 @@ class Deferred:
         self.measured.plan = replace(self.measured.plan.without_parameters(), _tables=None)
         return self
 
-    def settle(self, world: World) -> None:
+    def settle(self, present: World) -> None:
         """Wait for the verdict and raise it, on all ranks alike.
+
+        Args:
+            present: Who takes part in this call; where some are missing, details are not asked for.
 
         Raises:
             ValueError, TypeError, ReplicaMismatchError: As ``pass_verdict``.
         """
-        if bool(self._told.read()):
-            if self.measured.flags.errors:
-                raise_problems(self.measured, world)
-            if self.measured.flags.differ:
-                raise_settings(self.measured, world)
-            raise_mismatch(self.measured, world)
+        if not bool(self._told.read()):
+            return
+        wrong = self.measured.flags.errors or self.measured.flags.differ
+        if present.size < self._world.size:
+            raise (ValueError if wrong else ReplicaMismatchError)(
+                "the last step before join() failed, and its gradients were left as they were: "
+                + ("a rank's tensors or settings are wrong" if wrong else "copies differ")
+                + ". Inside join() the ranks cannot tell each other where; run that step without it"
+            )
+        if self.measured.flags.errors:
+            raise_problems(self.measured, self._world)
+        if self.measured.flags.differ:
+            raise_settings(self.measured, self._world)
+        raise_mismatch(self.measured, self._world)

@@ -22,6 +22,7 @@ class World:
         device: Where the payload travels; a function of the group alone, so that all ranks agree.
             None where nothing travels.
         holds: Whether these are still the ranks that were meant: process groups begin and end.
+        alike: This rank is alone, and others that measure the same must get the same bits.
     """
 
     ranks: tuple[int, ...]
@@ -29,6 +30,7 @@ class World:
     process_group: Any = None
     device: torch.device | None = None
     holds: Callable[[], bool] = _always
+    alike: bool = False
 
     @property
     def size(self) -> int:

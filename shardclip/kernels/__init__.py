@@ -54,6 +54,13 @@ def build(tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> Kern
     return foreach.PowerSums(tensors, buckets, count)
 
 
+def build_alike(tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> Kernel:
+    """Build a kernel as ``build`` does, whose bits do not depend on where the tensors lie."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return blocked.AlikeSums(tensors, buckets, count)
+    return build(tensors, buckets, count)
+
+
 def build_exact(
     tensors: Sequence[Tensor], buckets: Sequence[int], count: int, window: Window
 ) -> Kernel:

@@ -62,6 +62,8 @@ class _Run:
 class PowerSums:
     """Sum |x|^p per bucket; see ``kernels.build``."""
 
+    _patience = _PATIENCE
+
     def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[int], count: int) -> None:
         self.each: Tensor | None = None  # small tensors are summed together
         self._buckets: list[list[int]] = [[] for _ in range(count)]
@@ -77,7 +79,7 @@ class PowerSums:
         self._runs: list[_Run] = []
         for bucket, held in enumerate(self._buckets):
             alone = held
-            if self._moved < _PATIENCE:
+            if self._moved < self._patience:
                 runs, alone = _side_by_side(tensors, held, bucket)
                 self._runs += runs
             self._runs += [
@@ -160,6 +162,12 @@ class PowerSums:
                 for block in torch.split(_flatten(tensors[index], p), _BUFFER):
                     out[bucket] += block.double().abs().pow_(p).sum()
         return out
+
+
+class AlikeSums(PowerSums):
+    """The same for ranks that are to get the same bits, wherever their tensors lie."""
+
+    _patience = 0
 
 
 def _side_by_side(
