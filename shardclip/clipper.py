@@ -157,6 +157,7 @@ class GradClipper(FromFrameworks):
         self._alike: dict[str, object] = {}  # what else ranks must have alike in a step
         self.result: ClipResult | None = None
         self._skips = Skips()
+        self._later: Any = None  # what takes the factor where a framework multiplies by it
         self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
         if exact:
@@ -447,7 +448,11 @@ class GradClipper(FromFrameworks):
     def _scale(self, judged: Judged, apart: frozenset[int] = frozenset()) -> None:
         """Multiply the gradients, but for those of the parameters set apart by ``id``."""
         read = judged.measured.read
-        for group, factor in enumerate(judged.factors.tolist() if read else judged.factors):
+        factors = judged.factors.tolist() if read else judged.factors
+        if self._later is not None:
+            self._later.put(factors[0])
+            return
+        for group, factor in enumerate(factors):
             if read and factor == 1:
                 continue  # nothing is touched, nor even collected
             scale_(judged.measured.targets(group, apart), factor)
