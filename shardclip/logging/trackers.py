@@ -103,7 +103,9 @@ class WeightsAndBiases(Sink):
         self._prefix = prefix
         self._run.define_metric(f"{prefix}/step")
         self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
-        self._rows = None if commit or self._run.disabled else SharedRows(self._run, self._row)
+        # In wandb's mode="shared" nobody may give a step, so nobody's can be lost.
+        alone = commit or self._run.disabled or self._run.settings.mode == "shared"
+        self._rows = None if alone else SharedRows(self._run, self._row)
         places.claim(self, f"the run {self._run.id}", prefix)
 
     def _put(self, step: Outcome, *, norms: bool) -> None:
