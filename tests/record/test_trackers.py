@@ -124,6 +124,8 @@ def before(run, t):
 after = resumed = ended_by_with = before
 def tenth(run, t):
     if t % 10 == 0: run.log({"loss": t}, step=t)
+def ends(run, t):
+    if t in (0, 19): run.log({"loss": t}, step=t)
 def epochs(run, t):
     if t % 10 == 9: run.log({"loss": t}, step=t // 10)
 def plain(run, t):
@@ -153,10 +155,10 @@ for name in sys.argv[2:]:
             run.log({"loss": first - 1}, step=first - 1)
         open_ = [WeightsAndBiases(prefix=f"clip{i}", every=2 * i + 1) for i in range(sinks)]
         for t in range(first, first + 20):
-            if name == "before": log(run, t)
+            if name in ("before", "ends"): log(run, t)
             for sink in open_:
                 sink.write(outcome(t + 1, 5.0, skipped=t == first + 15))
-            if name != "before": log(run, t)
+            if name not in ("before", "ends"): log(run, t)
         for sink in open_:
             sink.close()
         if name == "after":  # once more when the sinks are closed, and a row they must not touch
@@ -258,6 +260,7 @@ USERS = {  # what each gets to keep: its rows' wandb step, and what stands in th
     "plain": {t: t for t in range(20)},
     "twice": {t: t for t in range(20)},
     "tenth": {0: 0, 10: 10},
+    "ends": {0: 0, 19: 19},  # the newest step is written before others that wait
     "epochs": {0: 9, 1: 19},
     "resumed": {t: t for t in range(99, 120)},
 }
