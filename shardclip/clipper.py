@@ -168,6 +168,7 @@ class GradClipper(FromFrameworks):
         self._skips = Skips()
         self._had_gradients = False  # some rank, as far as this one knows
         self._silent = 0  # steps before that
+        self._later: Any = None  # what takes the factor where a framework multiplies by it
         self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
         self._world = reduce.resolve(group)
         uneven_inputs.refuse_to_build(self._world)
@@ -506,7 +507,11 @@ class GradClipper(FromFrameworks):
     def _scale(self, judged: Judged, apart: frozenset[int] = frozenset()) -> None:
         """Multiply the gradients, but for those of the parameters set apart by ``id``."""
         read = judged.measured.read
-        for group, factor in enumerate(judged.factors.tolist() if read else judged.factors):
+        factors = judged.factors.tolist() if read else judged.factors
+        if self._later is not None:
+            self._later.put(factors[0])
+            return
+        for group, factor in enumerate(factors):
             if read and factor == 1:
                 continue  # nothing is touched, nor even collected
             scale_(judged.measured.targets(group, apart), factor)

@@ -5,7 +5,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .adapters import deepspeed, megatron
+from .adapters import deepspeed, deepspeed_step, megatron
+from .scale import scale_
 
 Self = TypeVar("Self", bound="FromFrameworks")
 
@@ -27,8 +28,10 @@ class FromFrameworks:
             engine.step()  # clips at the accumulation boundary; then see clipper.result
 
         DeepSpeed's own ``gradient_clipping`` is switched off, and
-        ``engine.get_global_grad_norm()`` gives this norm. ``clipper.clip_()`` between backward and
-        step is not repeated by the step.
+        ``engine.get_global_grad_norm()`` gives this norm. The factor goes where DeepSpeed's own
+        would: into the step's fp32 copy of the gradients. ``clipper.clip_()`` between backward and
+        step gives the result at once, and the step does not repeat it; bf16 gradients stay as they
+        are until then.
 
         Args:
             engine: What ``deepspeed.initialize`` returned: ZeRO stage 0, 1, 2 or 3.
@@ -47,9 +50,9 @@ class FromFrameworks:
         sources = deepspeed.sources(engine)
         options.setdefault("grad", deepspeed.reader(engine))
         make: Any = cls
-        clipper: Self = make(sources, max_norm, norm_type, **options)
-        deepspeed.clip_in_step(engine, clipper)
-        return clipper
+        clipper: Any = make(sources, max_norm, norm_type, **options)
+        clipper._later = deepspeed_step.clip_in_step(engine, clipper, scale_)
+        return clipper  # type: ignore[no-any-return]
 
     @classmethod
     def from_megatron(

@@ -1,16 +1,15 @@
-"""DeepSpeed: the gradients that ``engine.step()`` is about to step on, and the step itself.
+"""DeepSpeed: the gradients that ``engine.step()`` is about to step on.
 
 ZeRO keeps no ``.grad``. Stages 1 and 2 flatten each param group, pad it and cut it into equal
 slices, through the middle of parameters; stage 3 pads and cuts every parameter by itself. Each rank
-steps on its own slices, so scaling those in place is what clips. Padding is never read.
+steps on its own slices. Padding is never read.
 
 Written against DeepSpeed's ``runtime/zero/stage_1_and_2.py``, ``stage3.py`` and
 ``runtime/bf16_optimizer.py``. The fragments that it hangs on parameters are of no use for stages 1
 and 2: with ``round_robin_gradients`` they name the wrong ones (0.19.8).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -53,6 +52,7 @@ def check(engine: object) -> None:
         "MiCS": type(optimizer).__name__.startswith("MiCS"),
         "NVMe offload of the optimizer": getattr(optimizer, "swap_optimizer", False),
         "ZenFlow": getattr(known, "zenflow", False),
+        "SuperOffload": type(optimizer).__name__.startswith("SuperOffload"),
     }
     for mode, found in refused.items():
         if found:
@@ -176,56 +176,3 @@ class _Stage3:
         start = length * dist.get_rank(parameter.ds_process_group)
         own = min(length, max(0, parameter.ds_numel - start))  # the rest is padding
         return piece.narrow(0, 0, own)  # type: ignore[no-any-return]
-
-
-def clip_in_step(engine: Any, clipper: Any) -> None:
-    """Make ``engine.step()`` clip before it steps, at the accumulation boundary.
-
-    A ``clip_()`` by hand after the same backward is not repeated. DeepSpeed's own clipping is
-    switched off; ``engine.get_global_grad_norm()`` then gives shardclip's norm before clipping. A
-    step that ``nonfinite="skip"`` skips changes no parameter and no optimizer state, drops the
-    gradients, and counts in ``engine.skipped_steps``.
-    """
-    optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", None)  # None: the engine steps torch's own
-    step = getattr(optimizer.step, "shardclip_replaced", optimizer.step)
-    seen = clipper.steps
-    _switch_off(engine)
-
-    def clip_and_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        if clipper.steps == seen:
-            clipper.clip_()
-        seen = clipper.steps
-        _switch_off(engine)  # loading a checkpoint switches it on again
-        result = clipper.result
-        done = None
-        if not result.skipped:
-            done = step(*args, **kwargs)
-        elif inner is not None:
-            with _idle(inner):  # all of DeepSpeed's bookkeeping, but no update
-                step(*args, **kwargs)
-        optimizer.overflow = result.skipped or (inner is not None and optimizer.overflow)
-        optimizer._global_grad_norm = result.total_norm
-        return done
-
-    clip_and_step.shardclip_replaced = step  # type: ignore[attr-defined]
-    optimizer.step = clip_and_step
-
-
-def _switch_off(engine: Any) -> None:
-    """Switch DeepSpeed's own clipping off: ZeRO's, and stage 0's, which comes before the step."""
-    engine._config.gradient_clipping = engine.optimizer.clip_grad = 0.0
-
-
-@contextmanager
-def _idle(optimizer: Any) -> Iterator[None]:
-    """Make an optimizer's step do nothing."""
-    replaced = vars(optimizer).get("step")
-    optimizer.step = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del optimizer.step
-        if replaced is not None:
-            optimizer.step = replaced

@@ -77,6 +77,17 @@ class TestTensorBoard:
         found = event.histogram_value
         assert (found.num, found.min, found.max, found.sum) == (2, 3, 4, 7)
 
+    def test_two_clippers_under_one_name_are_noticed(self, folder):
+        first = TensorBoard(folder)
+        other = TensorBoard(folder, prefix="other")
+        with pytest.warns(
+            UserWarning, match=r"another TensorBoard writes clip/\.\.\. to .*prefix="
+        ):
+            second = TensorBoard(folder / ".")
+        for sink in (first, other, second):
+            sink.close()
+        TensorBoard(folder).close()  # nobody has the name any more: no warning
+
     def test_a_writer_of_the_caller_stays_open(self, folder):
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         writer = tensorboard.SummaryWriter(str(folder))
@@ -88,7 +99,7 @@ class TestTensorBoard:
 
 
 WANDB = """
-import json, sys
+import sys
 import wandb
 from shardclip.logging import WeightsAndBiases
 from tests.record.test_trackers import STEPS
@@ -104,6 +115,82 @@ for step in STEPS:
 sink.close()
 run.finish()
 """
+
+# How else a run is logged to, by name, at the clipper's step t from 0 on.
+LOGGED = """
+def never(run, t): pass
+def before(run, t):
+    run.log({"loss": t}, step=t)
+after = resumed = ended_by_with = before
+def tenth(run, t):
+    if t % 10 == 0: run.log({"loss": t}, step=t)
+def ends(run, t):
+    if t in (0, 19): run.log({"loss": t}, step=t)
+def epochs(run, t):
+    if t % 10 == 9: run.log({"loss": t}, step=t // 10)
+def plain(run, t):
+    run.log({"loss": t})
+def twice(run, t):
+    run.log({"loss": t}, step=t)
+    run.log({"accuracy": t}, step=t)
+"""
+
+SHARED = (
+    """
+import os, sys
+import wandb
+from shardclip.logging import WeightsAndBiases
+from tests.record.runs import outcome
+"""
+    + LOGGED
+    + """
+for name in sys.argv[2:]:
+    log = globals()[name]
+    first = 100 if name == "resumed" else 0
+    for sinks in (1, 2):
+        folder = os.path.join(sys.argv[1], f"{name}{sinks}")
+        os.mkdir(folder)
+        run = wandb.init(mode="offline", dir=folder, project="shardclip")
+        if first:
+            run.log({"loss": first - 1}, step=first - 1)
+        open_ = [WeightsAndBiases(prefix=f"clip{i}", every=2 * i + 1) for i in range(sinks)]
+        for t in range(first, first + 20):
+            if name in ("before", "ends"): log(run, t)
+            for sink in open_:
+                sink.write(outcome(t + 1, 5.0, skipped=t == first + 15))
+            if name not in ("before", "ends"): log(run, t)
+        for sink in open_:
+            sink.close()
+        if name == "after":  # once more when the sinks are closed, and a row they must not touch
+            run.log({"final": 1.0}, step=first + 20)
+        if name == "ended_by_with":
+            with run: pass
+        else:
+            run.finish()
+"""
+)
+
+
+def in_wandb(code, *arguments):
+    """Run code in a process of its own: wandb starts a service."""
+    package("wandb")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "WANDB_MODE": "offline",
+            "WANDB_SILENT": "true",
+            "WANDB__SERVICE_WAIT": "200",  # seconds; its service is slow to start under load
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert "failed; it gets no more" not in done.stderr
+    return done
 
 
 def wandb_records(data):
@@ -123,37 +210,36 @@ def wandb_records(data):
             parts = b""
 
 
-def wandb_history(folder):
-    """Read the rows that wandb has kept."""
+def wandb_file(folder):
+    """Read what wandb has kept of a run, as it came."""
     kinds = importlib.import_module("wandb.proto.wandb_internal_pb2")
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    for data in wandb_records(path.read_bytes()):
-        record = kinds.Record.FromString(data)
+    return [kinds.Record.FromString(data) for data in wandb_records(path.read_bytes())]
+
+
+def wandb_items(items):
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def wandb_history(folder):
+    """Read the rows that wandb has kept."""
+    rows = [record.history for record in wandb_file(folder) if record.HasField("history")]
+    return [wandb_items(row.item) for row in rows]
+
+
+def wandb_summary(folder):
+    """Read what wandb shows of the run as a whole: what came last, by name."""
+    shown = {}
+    for record in wandb_file(folder):
         if record.HasField("history"):
-            items = record.history.item
-            yield {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items
-            }
+            shown |= wandb_items(record.history.item)
+        elif record.HasField("summary"):
+            shown |= wandb_items(record.summary.update)
+    return shown
 
 
 def test_weights_and_biases(tmp_path):
-    """In a process of its own: wandb starts a service."""
-    package("wandb")
-    done = subprocess.run(
-        [sys.executable, "-c", WANDB, str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(ROOT),
-            "WANDB_MODE": "offline",
-            "WANDB_SILENT": "true",
-            "WANDB__SERVICE_WAIT": "200",  # seconds; its service is slow to start under load
-        },
-    )
-    assert done.returncode == 0, done.stderr
+    done = in_wandb(WANDB, tmp_path)
     assert "no Weights & Biases run is going on; call wandb.init() first" in done.stdout
     rows = [row for row in wandb_history(tmp_path) if "clip/step" in row]
     assert [row["clip/step"] for row in rows] == [1, 2, 3, 4]
@@ -164,6 +250,136 @@ def test_weights_and_biases(tmp_path):
     bins = rows[1]["clip/norms/bins"]
     assert (bins[0], bins[-1]) == (3.0, 4.0)
     assert [row for row in rows if "clip/norms/bins" in row] == [rows[1]]
+
+
+USERS = {  # what each gets to keep: its rows' wandb step, and what stands in them
+    "never": {},
+    "before": {t: t for t in range(20)},
+    "after": {t: t for t in range(20)},
+    "ended_by_with": {t: t for t in range(20)},
+    "plain": {t: t for t in range(20)},
+    "twice": {t: t for t in range(20)},
+    "tenth": {0: 0, 10: 10},
+    "ends": {0: 0, 19: 19},  # the newest step is written before others that wait
+    "epochs": {0: 9, 1: 19},
+    "resumed": {t: t for t in range(99, 120)},
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    in_wandb(SHARED, folder, *USERS)
+    return folder
+
+
+@pytest.mark.parametrize("sinks", [1, 2])
+@pytest.mark.parametrize("user", USERS)
+def test_weights_and_biases_loses_nothing_of_whoever_else_logs(shared, user, sinks):
+    rows = wandb_history(shared / f"{user}{sinks}")
+    kept = {row["_step"]: row["loss"] for row in rows if "loss" in row}
+    assert kept == USERS[user]
+    if user == "twice":
+        assert {row["_step"]: row["accuracy"] for row in rows if "accuracy" in row} == kept
+    if user == "after":
+        assert [row["_step"] for row in rows if "final" in row] == [20]
+    first = 100 if user == "resumed" else 0
+    for sink in range(sinks):
+        written = [row[f"clip{sink}/step"] for row in rows if f"clip{sink}/step" in row]
+        every = 2 * sink + 1
+        due = [t for t in range(first + 1, first + 21) if t % every == 0 or t == first + 16]
+        assert sorted(written) == due  # each once, the skipped one at any rate
+        if user in ("never", "before", "after", "plain", "resumed"):
+            assert written == due  # and in order
+        values = [row[f"clip{sink}/total_norm"] for row in rows if f"clip{sink}/step" in row]
+        assert values == [5.0] * len(due)
+        assert wandb_summary(shared / f"{user}{sinks}")[f"clip{sink}/step"] == due[-1]
+
+
+COMMITTED = """
+import sys
+import wandb
+from shardclip.logging import WeightsAndBiases
+from tests.record.runs import outcome
+run = wandb.init(mode="offline", dir=sys.argv[1], project="shardclip")
+at_once, waits = WeightsAndBiases(commit=True), WeightsAndBiases(prefix="waits")
+WeightsAndBiases()  # a name that is taken
+for t in range(20):
+    at_once.write(outcome(t + 1, 5.0))
+    if t % 10 == 0: run.log({"loss": t})
+print(run.step)
+for t in range(1500):
+    waits.write(outcome(t + 1, 5.0))
+run.finish()
+"""
+
+
+def test_weights_and_biases_writes_rows_of_its_own_if_told_to(tmp_path):
+    done = in_wandb(COMMITTED, tmp_path)
+    rows = wandb_history(tmp_path)
+    assert done.stdout.split()[-1] == "22"  # its rows are there at once
+    assert [row["clip/step"] for row in rows if "clip/step" in row] == list(range(1, 21))
+    assert [row["loss"] for row in rows if "loss" in row] == [0, 10]
+    waited = [row["waits/step"] for row in rows if "waits/step" in row]
+    assert waited == list(range(1, 1501))
+    assert done.stderr.count("steps wait to be written when the Weights & Biases run finishes") == 1
+    assert "another WeightsAndBiases writes clip/... to the run" in done.stderr
+
+
+FRAMEWORKS = """
+import os, sys, types
+import wandb
+from shardclip.logging import WeightsAndBiases
+from tests.record.runs import outcome
+
+def transformers(run):
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers.integrations import WandbCallback
+    arguments = TrainingArguments(sys.argv[1], report_to=[], use_cpu=True)
+    state, callback = TrainerState(is_world_process_zero=True), WandbCallback()
+    callback.setup(arguments, state, None)
+    def log(t):
+        state.global_step = t
+        callback.on_log(arguments, state, TrainerControl(), logs={"loss": t})
+    return log
+
+def lightning(run):
+    from lightning.pytorch.loggers import WandbLogger
+    logger = WandbLogger(experiment=run)
+    return lambda t: logger.log_metrics({"train/loss": t}, step=t)
+
+def accelerate(run):
+    from accelerate import PartialState
+    from accelerate.tracking import WandBTracker
+    PartialState(cpu=True)
+    tracker = WandBTracker("shardclip")
+    tracker.run = run
+    return lambda t: tracker.log({"train/loss": t}, step=t)
+
+name = sys.argv[2]
+run = wandb.init(mode="offline", dir=sys.argv[1], project="shardclip")
+log = globals()[name](run)
+sinks = [WeightsAndBiases(), WeightsAndBiases(prefix="other")]
+for t in range(20):
+    for sink in sinks:
+        sink.write(outcome(t + 1, 5.0))
+    if t % 2 == 0:
+        log(t)
+run.finish()
+"""
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+@pytest.mark.filterwarnings("default")
+def test_weights_and_biases_beside_a_frameworks_own_logger(tmp_path, framework):
+    package("wandb")
+    package(framework)
+    in_wandb(FRAMEWORKS, tmp_path, framework)
+    rows = wandb_history(tmp_path)
+    assert [row["train/loss"] for row in rows if "train/loss" in row] == list(range(0, 20, 2))
+    for prefix in ("clip", "other"):
+        steps = [row[f"{prefix}/step"] for row in rows if f"{prefix}/step" in row]
+        assert sorted(steps) == list(range(1, 21))
 
 
 @pytest.fixture
@@ -196,6 +412,19 @@ def test_mlflow(mlflow):
     assert values("clip/norms/max") == {2: 4.0}
     assert values("clip/norms/median") == {2: 3.5}
     assert history(run.info.run_id, "clip/total_norm")[0].timestamp == STEPS[0].time * 1000
+
+
+def test_two_clippers_in_one_mlflow_run(mlflow):
+    run = mlflow.start_run()
+    first, other = MLflow(), MLflow(prefix="other")
+    with pytest.warns(UserWarning, match=r"another MLflow writes clip/\.\.\. to the run"):
+        MLflow()
+    for sink in (first, other):
+        send(sink)
+    history = mlflow.MlflowClient().get_metric_history
+    for prefix in ("clip", "other"):
+        steps = [metric.step for metric in history(run.info.run_id, f"{prefix}/total_norm")]
+        assert sorted(steps) == [1, 2, 3, 4]
 
 
 def test_wandb_is_named_with_its_extra(monkeypatch):

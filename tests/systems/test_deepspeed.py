@@ -32,6 +32,8 @@ MODES = {
     "3": {},
     "3 offload": {"offload": True},
     "3 bf16": {"bf16": True},
+    "2 bf16 offload": {"bf16": True, "offload": True},
+    "3 bf16 offload": {"bf16": True, "offload": True},
 }
 
 
@@ -204,6 +206,63 @@ def test_agrees_with_deepspeeds_norm_where_that_is_right(mode):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def seen_by_the_optimizer(engine) -> list[torch.Tensor]:
+    """Every gradient that the optimizer under DeepSpeed's is given from now on."""
+    given = []
+
+    def keep(optimizer, *_):
+        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        assert all(grad is None or grad.dtype == torch.float32 for grad in held)
+        given.extend(grad.clone() for grad in held if grad is not None)
+
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    inner.register_step_pre_hook(keep)
+    return given
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["clip_", "step"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "without" not in mode])
+@on_ranks(2)
+def test_the_optimizer_is_given_what_deepspeeds_own_clipping_gives_it(mode, by_hand):
+    """To the rounding of a float32; in bf16, whose weights take none of it up, for eight steps."""
+    max_norm, given, norms, ends = 0.05, [], [], []
+    steps = 8 if MODES[mode].get("bf16") else 1
+    for ours in (False, True):
+        own = {} if ours else {"gradient_clipping": max_norm}
+        if mode == "2 bf16 unchecked":
+            own["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        engine = engine_of(mode, model(), torch.optim.Adam, **own)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1e-2
+        clipper = GradClipper.from_deepspeed(engine, max_norm) if ours else None
+        given.append(seen_by_the_optimizer(engine))
+        norms.append([])
+        for _ in range(steps):
+            backward(engine)
+            if ours and by_hand:
+                clipper.clip_()
+            engine.step()
+            norms[-1].append(float(engine.get_global_grad_norm() or math.nan))
+        ends.append(weights(engine))
+    assert len(given[0]) == len(given[1]) >= steps
+    for theirs, own in zip(*given, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=4e-7, atol=1e-8 * max_norm)
+    if mode != "0":  # where the engine clips by torch's function, and keeps no norm
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+        assert min(norms[0]) > 2 * max_norm
+    for name, theirs in ends[0].items():
+        torch.testing.assert_close(ends[1][name], theirs, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_step_that_does_not_come_to_its_clipping_raises():
+    engine = engine_of("3 bf16", model())
+    engine.optimizer.step = lambda *_, **__: None  # as of another version, without that stage
+    GradClipper.from_deepspeed(engine, max_norm=0.1)
+    backward(engine)
+    raised_everywhere(engine.step, RuntimeError, "stepped without its stage for clipping")
+
+
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_a_skipped_step_changes_nothing_and_the_next_one_is_right(mode):
@@ -341,6 +400,7 @@ def test_a_second_clipper_replaces_the_first():
     assert (first.steps, second.steps) == (0, 1)
     moved = [before[name] - now for name, now in weights(engine).items()]
     assert exact_norm(moved) == pytest.approx(1e-2, rel=1e-3)
+    raised_everywhere(first.clip_, RuntimeError, "another GradClipper clips this engine")
 
 
 @on_ranks(2)
@@ -355,4 +415,14 @@ def test_loss_scaling_is_rejected():
     engine = engine_of("2", model())
     engine.fp16_enabled = lambda: True
     with pytest.raises(ValueError, match="fp16's loss scaling"):
+        GradClipper.from_deepspeed(engine, max_norm=1.0)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_steps_during_the_backward_is_rejected():
+    """SuperOffload does, unless it clips itself; it wants a GPU, so only its name is here."""
+    engine = engine_of("3 offload", model())
+    held = type(engine.optimizer)
+    engine.optimizer.__class__ = type("SuperOffloadOptimizer_Stage3", (held,), {})
+    with pytest.raises(ValueError, match="the engine uses SuperOffload"):
         GradClipper.from_deepspeed(engine, max_norm=1.0)
