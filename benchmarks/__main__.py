@@ -13,11 +13,10 @@ from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from . import cases, records, tables, targets
-from .cases import Case
-from .measuring import Plan, measure, prepare, rounds_of, together
-from .ranks import Settings
-from .shapes import SHAPES
+from . import cases, records
+from .cases import SHAPES, Case
+from .measuring import Plan, Settings, measure, prepare, rounds_of, together
+from .report import tables, targets
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -14,8 +14,8 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import records
+from benchmarks.cases import LLAMA_70B, LLAMA_405B, Llama
 from benchmarks.records import Row
-from benchmarks.shapes import LLAMA_70B, LLAMA_405B, Llama
 
 from .latency import microseconds, ways
 from .planning import Planned, measure

@@ -11,9 +11,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.cases import Case
-from benchmarks.gradients import build
-from benchmarks.shapes import Shapes
+from benchmarks.cases import Case, Shapes, build
 from tests.ranks import on_ranks
 
 BLOCK = ((6, 5), (7, 6), (7,))  # 4 ranks divide neither rows

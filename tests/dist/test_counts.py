@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.cases import parse, quick
+from benchmarks.cases import build, parse, quick
 from benchmarks.contenders import CONTENDERS
-from benchmarks.counting import counting
-from benchmarks.device_path import as_on_a_device
-from benchmarks.gradients import build
+from benchmarks.counting import as_on_a_device, counting
 from shardclip import GradClipper
 from tests.ranks import on_ranks
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cases import Gradients
+
 from .clipping import MANY_MESHES, PLAIN, STEPPED, Clipping, Contender, fused_adamw
-from .gradients import Gradients
 
 
 def _without(package: str) -> Callable[[], str | None]:

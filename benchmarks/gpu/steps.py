@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.counting import as_on_a_device, counting
 from shardclip import GradClipper
 
-from .counting import counting
-from .device_path import as_on_a_device
-from .gpu_checks import (
+from .checks import (
     EXACT,
     NotHereError,
     Outcome,

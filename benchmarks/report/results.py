@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import gpu, pictures, records, tables, targets
-from .records import Row
-from .scale.__main__ import latency_table, planning_table
+from benchmarks import gpu, records
+from benchmarks.records import Row
+from benchmarks.scale.__main__ import latency_table, planning_table
+
+from . import pictures, tables, targets
 
 RESULTS = records.HERE / "RESULTS.md"
 PICTURES = records.HERE / "pictures"
@@ -122,7 +124,3 @@ def _gpu(made: Sequence[Row]) -> list[str]:
         return ["No record from a GPU yet: `python -m benchmarks.gpu` makes them in four minutes."]
     devices = ", ".join(dict.fromkeys(str(row["gpu"]) for row in real))
     return [f"{devices}; {_machine(real)}", _code(gpu.table(real))]
-
-
-if __name__ == "__main__":
-    main()

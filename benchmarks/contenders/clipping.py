@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cases import Case
-from .gradients import Gradients
+from benchmarks.cases import Case, Gradients
 
 FIRST, USUAL, CLIPPED = "first", "usual", "clipped"
 MANY_MESHES = frozenset({"fsdp2", "hsdp", "fsdp-tp", "two-meshes"})

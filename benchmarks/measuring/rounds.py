@@ -12,9 +12,10 @@ from typing import Any
 
 from torch.multiprocessing.spawn import start_processes
 
-from .cases import Case
-from .clipping import MANY_MESHES
-from .counting import Counts
+from benchmarks.cases import Case
+from benchmarks.contenders import MANY_MESHES
+from benchmarks.counting import Counts
+
 from .measurement import Measurement
 from .ranks import Settings, run_rank
 

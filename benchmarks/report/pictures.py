@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .clipping import CLIPPED, FIRST, USUAL
-from .records import Row, ours
+from benchmarks.contenders import CLIPPED, FIRST, USUAL
+from benchmarks.records import Row, ours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,14 +23,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .cases import LAYOUTS, Case
-from .clipping import CLIPPED, FIRST, HEADROOM, STEPS, USUAL, Clipping, Contender
-from .contenders import OURS, present, read
-from .counting import Counts, counting
-from .device_path import as_on_a_device
-from .gradients import Gradients, UnavailableError, build
+from benchmarks.cases import LAYOUTS, Case, Gradients, UnavailableError, build, tiny
+from benchmarks.contenders import (
+    CLIPPED,
+    FIRST,
+    HEADROOM,
+    OURS,
+    STEPS,
+    USUAL,
+    Clipping,
+    Contender,
+    present,
+    read,
+)
+from benchmarks.counting import Counts, as_on_a_device, counting
+
 from .measurement import Counted, Measurement, Times
-from .shapes import tiny
 
 _PATIENCE = timedelta(seconds=300)  # 10,000 DTensors take torch minutes, once
 _HALF = 1e-2  # what rounding may change of a 16-bit gradient, generously

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import shardclip
+from benchmarks import records
+from benchmarks.records import Row
 
-from . import records
-from .gpu_steps import Outcome, run
-from .records import Row
+from .steps import Outcome, run
 
 _TURNS = 5
 _WARM_UPS = 3
@@ -231,7 +231,3 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(made))
     print(f"\n{len(made)} rows in {path}, {time.perf_counter() - start:.0f} s")
     return int(any(outcome.passed is False for outcome in outcomes))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Sequence
 
-from .clipping import CLIPPED, FIRST, USUAL
-from .records import Row, ours
+from benchmarks.contenders import CLIPPED, FIRST, USUAL
+from benchmarks.records import Row, ours
 
 WIDTH = 80
 _NAME = 25

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .clipping import CLIPPED, FIRST, USUAL
-from .records import Row
+from benchmarks.contenders import CLIPPED, FIRST, USUAL
+from benchmarks.records import Row
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .cases import DTYPES, Case
+from .case import DTYPES, Case
 from .layouts import Piece, split_for
 from .shapes import Shape
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .cases import Case
+from .case import Case
 from .shapes import Shape
 
 _TWO = 2  # ranks along the axis that is not FSDP's

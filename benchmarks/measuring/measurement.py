@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .counting import Counts
+from benchmarks.counting import Counts
 
 
 @dataclass

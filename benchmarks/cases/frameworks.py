@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from .cases import Case
+from .case import Case
 from .gradients import Gradients, UnavailableError, true_norm
 from .shapes import Block
 

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 import shardclip
-
-from .baselines import BASELINES
-from .cases import Case
-from .measurement import Measurement
-from .measuring import Found, Plan
+from benchmarks.cases import Case
+from benchmarks.contenders import BASELINES
+from benchmarks.measuring import Found, Measurement, Plan
 
 Row = dict[str, Any]
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 KEPT = HERE / "records"
 """Records that RESULTS.md is made from."""
 

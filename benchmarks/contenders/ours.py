@@ -7,11 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import shardclip
+from benchmarks.cases import Case, Gradients
 
 from . import baselines
-from .cases import Case
 from .clipping import MANY_MESHES, PLAIN, STEPPED, Clipping, Contender, fused_adamw
-from .gradients import Gradients
 
 
 def _function(gradients: Gradients) -> Clipping:
