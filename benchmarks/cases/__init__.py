@@ -4,8 +4,9 @@ In comes a name as a user types it (`fsdp2/layers@2`); out go a ``Case`` and, ra
 ``Gradients``: the parameters, what they hold, and their true norm. Nothing here knows who clips.
 """
 
+from .building import build
 from .case import ALL, DEFAULT, DTYPES, LAYOUTS, QUICK, TARGETED, Case, parse, quick
-from .gradients import Gradients, UnavailableError, build
+from .gradients import Gradients, UnavailableError
 from .shapes import LLAMA_8B, LLAMA_70B, LLAMA_405B, SHAPES, Llama, Shape, Shapes, tiny
 
 __all__ = [

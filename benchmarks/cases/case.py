@@ -19,7 +19,9 @@ LAYOUTS = {
 }
 """How gradients lie: the name in a case, and in words."""
 
-_ONLY_FP32 = {"fsdp1", "zero2"}  # built by the frameworks themselves, in their default precision
+BY_FRAMEWORK = {"fsdp1", "zero2"}
+"""Layouts that only their framework builds, in its default precision: fp32."""
+
 _RANKS = 4
 _PAIRS = {"hsdp", "fsdp-tp", "two-meshes"}  # one axis of these meshes has two ranks
 
@@ -72,7 +74,7 @@ def parse(name: str) -> Case:
     ):
         if value not in known:
             raise ValueError(f"{name}: {what} {value!r} is none of {', '.join(known)}")
-    if dtype != "fp32" and layout in _ONLY_FP32:
+    if dtype != "fp32" and layout in BY_FRAMEWORK:
         raise ValueError(f"{name}: {LAYOUTS[layout]} is built in fp32 alone")
     count = int(ranks) if ranks else _usual_ranks(layout)
     if layout == "plain" and count != 1:
@@ -146,7 +148,7 @@ ALL = (
         for layout in LAYOUTS
         for shapes in ("layers", "gpt2-small", "llama-stack")
         for dtype in DTYPES
-        if layout not in _ONLY_FP32 or dtype == "fp32"
+        if layout not in BY_FRAMEWORK or dtype == "fp32"
     ),
     "ddp/small",
     "hsdp/small",
