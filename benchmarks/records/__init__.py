@@ -4,7 +4,7 @@ In come rows, of any of the commands; out go the same rows, the latest of each m
 files are never rewritten: a run adds to them.
 """
 
-from .rows import (
+from benchmarks.measuring.rows import (
     HERE,
     KEPT,
     Row,

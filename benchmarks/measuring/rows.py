@@ -17,7 +17,9 @@ import torch
 import shardclip
 from benchmarks.cases import Case
 from benchmarks.contenders import BASELINES
-from benchmarks.measuring import Found, Measurement, Plan
+
+from .measurement import Measurement
+from .rounds import Found, Plan
 
 Row = dict[str, Any]
 
