@@ -3,6 +3,6 @@
 In comes a device (a CPU runs it dry); out go rows of checks and of times, and a table of them.
 """
 
-from .timing import main, table
+from .tables import table
 
-__all__ = ["main", "table"]
+__all__ = ["table"]

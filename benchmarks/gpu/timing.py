@@ -1,27 +1,15 @@
-"""One script for one GPU and four minutes: check every path of a device, then time it.
+"""Times on one device, beside torch's on the same gradients."""
 
-`python -m benchmarks.gpu` needs torch with CUDA and nothing else; `--device cpu` runs it dry, on
-small sizes, as far as the paths are there. Rows are added to a file, and a table is printed. The
-exit code is 1 where a check failed.
-"""
-
-import argparse
 import statistics
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import shardclip
-from benchmarks import records
 from benchmarks.records import Row
-
-from .steps import Outcome, run
 
 _TURNS = 5
 _WARM_UPS = 3
@@ -42,12 +30,8 @@ CASES = (
     Case("1000 x 128 Ki", 1000, 1 << 17),
     Case("10,000 x 4 Ki", 10_000, 1 << 12),
 )
-_DRY = (Case("2 x 64 Ki", 2, 1 << 16), Case("50 x 256", 50, 1 << 8))
+DRY = (Case("2 x 64 Ki", 2, 1 << 16), Case("50 x 256", 50, 1 << 8))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-SPEED, USUAL = 0.85, 0.4
-"""To reach on an H200: the norm's share of the best bandwidth measured, on the large tensors, and
-the usual step's ratio to torch's."""
 
 Timed = Callable[[int], object]
 """Called with the number of the call: a step that is to clip must halve the norm anew each time."""
@@ -158,76 +142,3 @@ def _ways(
         "step": (torch_step, lambda _: stepper.step(ours)),
         "clipped": (halve(lambda limit: torch_clip(held, limit)), halve(clip_to)),
     }
-
-
-def table(made: Sequence[Row]) -> str:
-    """Set the checks and the times in a table of 80 columns."""
-    lines = []
-    for row in made:
-        if row["kind"] == "gpu check":
-            mark = {True: "ok", False: "FAIL", None: "not made"}[row["passed"]]
-            text = f"{mark:<9}{row['name']}: {row['detail']}"
-            lines += textwrap.wrap(text, 79, subsequent_indent=" " * 9)
-    lines += [""] + [
-        f"{row['what']}: {row['bytes_a_second'] / 1e9:.0f} GB/s"
-        for row in made
-        if row["kind"] == "gpu bandwidth"
-    ]
-    read = max((r["bytes_a_second"] for r in made if r["kind"] == "gpu bandwidth"), default=0.0)
-    lines += [
-        "",
-        f"{'tensors':<16}{'dtype':<7}{'what':<9}{'torch ms':>10}{'ours ms':>10}{'ratio':>8}"
-        f"{'ours GB/s':>11}{'/ best':>8}",
-        "-" * 79,
-    ]
-    lines += [_line(row, read) for row in made if row["kind"] == "gpu time"]
-    lines.append(f"* asked of an H200: a norm of at least {SPEED}, a usual step of at most {USUAL}")
-    return "\n".join(lines)
-
-
-def _line(row: Row, best: float) -> str:
-    line = f"{row['case']:<16}{row['dtype']:<7}{row['what']:<9}{row['torch_milliseconds']:>10.3f}"
-    missed = row["what"] == "usual" and row["ratio"] > USUAL
-    line += f"{row['milliseconds']:>10.3f}{row['ratio']:>8.3f}{'*' if missed else ' '}"
-    if row["what"] in ("norm", "function", "usual"):  # one read of the gradients
-        speed = row["bytes"] / row["milliseconds"] * 1e3
-        missed = row["what"] == "norm" and speed < SPEED * best and row["case"] == CASES[0].name
-        line += f"{speed / 1e9:>10.0f}{speed / best:>8.2f}{'*' if missed else ''}"
-    return line.rstrip()
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Check, time, write and print; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=200.0, help="start no case later [200]")
-    parser.add_argument("--out", type=Path, help="file to add to [runs/gpu/<time>.jsonl]")
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is found; --device cpu runs it dry")
-    start, device = time.perf_counter(), Device(args.device)
-    described = records.machine() | {"device": args.device, "seed": 0}
-    path = args.out or records.default_path("gpu")
-    made: list[Row] = []
-
-    def keep(rows: Sequence[Row]) -> None:  # at once: what was measured survives a time limit
-        made.extend(rows)
-        records.write(path, [row | described for row in rows])
-
-    def checked(outcome: Outcome) -> None:
-        keep([{"kind": "gpu check"} | asdict(outcome)])
-        print(f"{time.perf_counter() - start:>5.0f} s  {outcome.name}", file=sys.stderr, flush=True)
-
-    outcomes = run(device.device, checked)
-    torch.manual_seed(0)
-    speeds = device.bandwidth()
-    keep([{"kind": "gpu bandwidth", "what": k, "bytes_a_second": v} for k, v in speeds.items()])
-    for case in _DRY if device.dry else CASES:
-        for dtype in DTYPES:
-            if time.perf_counter() - start < args.seconds:
-                keep(time_case(device, case, dtype))
-                took = time.perf_counter() - start
-                print(f"{took:>5.0f} s  {case.name} {dtype}", file=sys.stderr, flush=True)
-    print(table(made))
-    print(f"\n{len(made)} rows in {path}, {time.perf_counter() - start:.0f} s")
-    return int(any(outcome.passed is False for outcome in outcomes))

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import CLIPPED, FIRST, USUAL
-from benchmarks.records import Row, ours
+from benchmarks.measuring import ours
+from benchmarks.records import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import gpu, records
 from benchmarks.records import Row
-from benchmarks.scale.__main__ import latency_table, planning_table
+from benchmarks.scale import latency_table, planning_table
 
 from . import pictures, tables, targets
 

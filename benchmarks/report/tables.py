@@ -4,7 +4,8 @@ import textwrap
 from collections.abc import Sequence
 
 from benchmarks.contenders import CLIPPED, FIRST, USUAL
-from benchmarks.records import Row, ours
+from benchmarks.measuring import ours
+from benchmarks.records import Row
 
 WIDTH = 80
 _NAME = 25

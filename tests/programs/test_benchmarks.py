@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import cases, report
 from benchmarks.cases import LLAMA_8B, LLAMA_70B, LLAMA_405B, SHAPES
-from benchmarks.records import quartiles
+from benchmarks.measuring import quartiles
 from tests.programs.starting import records, run, widest
 
 pytestmark = pytest.mark.timeout(900)
