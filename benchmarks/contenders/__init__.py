@@ -14,8 +14,10 @@ from .clipping import (
     USUAL,
     Clipping,
     Contender,
+    read,
 )
-from .ours import CONTENDERS, OURS, present, read
+from .fitting import CONTENDERS, present
+from .ours import OURS
 
 __all__ = [
     "BASELINES",

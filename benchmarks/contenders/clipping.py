@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,12 @@ class Contender:
         if self.does == "norm":
             return (USUAL,)
         return STEPS if self.first else (USUAL, CLIPPED)
+
+
+def read(norm: Tensor) -> float:
+    """Read a norm as a logger would; torch's is a DTensor whose reduction is still to come."""
+    whole: Any = norm
+    return float(whole.full_tensor() if hasattr(whole, "full_tensor") else norm)
 
 
 def fused_adamw(gradients: Gradients) -> torch.optim.Optimizer:

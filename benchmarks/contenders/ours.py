@@ -1,4 +1,4 @@
-"""What is compared: every way in which shardclip clips, and what a user would call instead."""
+"""Every way in which shardclip clips."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import shardclip
-from benchmarks.cases import Case, Gradients
+from benchmarks.cases import Gradients
 
-from . import baselines
 from .clipping import MANY_MESHES, PLAIN, STEPPED, Clipping, Contender, fused_adamw
 
 
@@ -90,20 +89,3 @@ OURS = (
     Contender("GradClipper.step(AdamW)", "step", _step, STEPPED, only_here=True),
     Contender("shardclip.get_total_norm", "norm", _partitions, frozenset({"zero2"})),
 )
-
-CONTENDERS = (*baselines.BASELINES, *OURS)
-"""In the order of the tables; ratios are to the first that is present and does the same."""
-
-
-def present(case: Case) -> tuple[list[Contender], dict[str, str]]:
-    """Choose the contenders of a case; say of the others that fit why they are left out."""
-    fitting = [contender for contender in CONTENDERS if contender.fits(case)]
-    reasons = {contender.name: contender.lacking() for contender in fitting}
-    absent = {name: reason for name, reason in reasons.items() if reason is not None}
-    return [contender for contender in fitting if contender.name not in absent], absent
-
-
-def read(norm: Tensor) -> float:
-    """Read a norm as a logger would; torch's is a DTensor whose reduction is still to come."""
-    whole: Any = norm
-    return float(whole.full_tensor() if hasattr(whole, "full_tensor") else norm)
