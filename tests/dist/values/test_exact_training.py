@@ -12,7 +12,7 @@ from shardclip import GradClipper
 from tests.ranks import run_on_ranks
 from tests.ranks.tensors import mesh_of, sharded
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 30
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LAYOUTS = {

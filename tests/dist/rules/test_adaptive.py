@@ -10,11 +10,10 @@ import torch.distributed.checkpoint as dcp
 
 from shardclip import GradClipper
 from shardclip.adaptive import AutoClip, LinearWarmup, RunningMean, ZClip
+from tests.dist.costs.test_unread_lanes import as_on_a_device
 from tests.ranks import on_ranks, raised_everywhere, run_on_ranks, same_everywhere
 from tests.ranks.clippers import counted, here, shard
 from tests.ranks.tensors import S0, local_of, mesh_of, parameter, sharded
-
-from .test_unread_lanes import as_on_a_device
 
 RULES = {
     "autoclip": AutoClip(50, window=3),

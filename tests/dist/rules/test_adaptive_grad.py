@@ -10,11 +10,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardclip import AdaptiveGradClipper, adaptive_clip_grad_
+from tests.dist.costs.test_unread_lanes import as_on_a_device
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.clippers import here
 from tests.ranks.tensors import labelled, local_of, mesh_of, sharded, strided
-
-from .test_unread_lanes import as_on_a_device
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 

@@ -10,12 +10,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardclip
 from shardclip import PerTensorClipper, clip_grad_per_tensor_norm_, clip_grad_value_
+from tests.dist.costs.test_unread_lanes import as_on_a_device
 from tests.ranks import count_collectives, on_ranks, raised_everywhere, same_everywhere
 from tests.ranks.clippers import here, shard
 from tests.ranks.tensors import S0, labelled, local_of, mesh_of, parameter, sharded
 from tests.ranks.unsharded import assert_one_all_reduce
-
-from .test_unread_lanes import as_on_a_device
 
 FULL = {
     "large": torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 30,

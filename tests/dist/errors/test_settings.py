@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 from shardclip import GradClipper, clip_by_global_norm, clip_grad_norm_, get_total_norm
+from tests.dist.costs.test_unread_lanes import as_on_a_device
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.clippers import counted, here, shard
 from tests.ranks.tensors import S0, R, local_of, mesh_of, parameter, sharded
 from tests.ranks.unsharded import assert_norm
-
-from .test_unread_lanes import as_on_a_device
 
 POWERS = pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 
