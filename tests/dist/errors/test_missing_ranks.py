@@ -1,6 +1,8 @@
 """A rank that never calls: the others' error names it."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -13,6 +15,8 @@ from tests.ranks.pool import CALL_LIMIT_S, RankPool
 
 RANKS = 3
 MISSING = 1
+HOW = ("clipper", "function", "building")
+pytestmark = pytest.mark.xdist_group("missing ranks")  # they wait together
 
 
 def said(how: str) -> str:
@@ -41,18 +45,25 @@ def said(how: str) -> str:
     return "nothing raised"
 
 
-@pytest.fixture
-def pool() -> Iterator[RankPool]:
-    """Ranks of its own: their group is of no use after this."""
-    made = RankPool(RANKS)
-    yield made
-    made.close()
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, list[str]]]:
+    """What each rank says; for each way to call ranks of its own, whose group is of no use after.
+
+    Most of it is waiting for the missing one, so that all three wait at once.
+    """
+    with ExitStack() as ends, ThreadPoolExecutor(len(HOW)) as threads:
+        calls = {}
+        for how in HOW:
+            pool = RankPool(RANKS)
+            ends.callback(pool.close)
+            calls[how] = threads.submit(pool.call, said, (how,), {}, CALL_LIMIT_S)
+        yield {how: call.result() for how, call in calls.items()}
 
 
-@pytest.mark.parametrize("how", ["clipper", "function", "building"])
-def test_the_missing_rank_is_named(pool: RankPool, how: str):
-    told = pool.call(said, (how,), {}, CALL_LIMIT_S)
-    assert told.pop(MISSING) == "did not call"
-    for text in told:
+@pytest.mark.parametrize("how", HOW)
+def test_the_missing_rank_is_named(told: dict[str, list[str]], how: str):
+    texts = list(told[how])
+    assert texts.pop(MISSING) == "did not call"
+    for text in texts:
         assert "rank(s) 1 of 3 did not take part" in text, text
         assert "The backend said:" in text

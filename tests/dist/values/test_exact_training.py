@@ -14,6 +14,7 @@ from tests.ranks.tensors import mesh_of, sharded
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 30
+PARTED = 8  # steps in which the same training without exact=True has parted
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LAYOUTS = {
     1: {"whole": ((1,), (S0,))},
@@ -31,7 +32,7 @@ def _model() -> nn.Module:
     return ByteLM(Shape(width=16, depth=2, heads=2, hidden=22, context=16))
 
 
-def trained(layout: str, exact: bool) -> tuple[list[str], list[str], list[Tensor]]:
+def trained(layout: str, exact: bool, steps: int) -> tuple[list[str], list[str], list[Tensor]]:
     """Train on gradients that every rank computes whole, but clips split as the layout says.
 
     Returns:
@@ -54,7 +55,7 @@ def trained(layout: str, exact: bool) -> tuple[list[str], list[str], list[Tensor
     )
     generator = torch.Generator().manual_seed(5)
     norms, coefs = [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         text = torch.randint(256, (4, 17), generator=generator)
         model.zero_grad()
         model(text[:, :-1], text[:, 1:]).backward()
@@ -70,17 +71,17 @@ def trained(layout: str, exact: bool) -> tuple[list[str], list[str], list[Tensor
     return norms, coefs, [one.detach().clone() for _, one in named]
 
 
-def every_layout(exact: bool) -> list:
-    return [trained(layout, exact) for layout in LAYOUTS[dist.get_world_size()]]
+def every_layout(exact: bool, steps: int) -> list:
+    return [trained(layout, exact, steps) for layout in LAYOUTS[dist.get_world_size()]]
 
 
-def _everywhere(exact: bool) -> list:
-    by_ranks = [run_on_ranks(ranks, every_layout, exact) for ranks in LAYOUTS]
+def _everywhere(exact: bool, steps: int) -> list:
+    by_ranks = [run_on_ranks(ranks, every_layout, exact, steps) for ranks in LAYOUTS]
     return [run for outcomes in by_ranks for outcome in outcomes for run in outcome]
 
 
 def test_norms_coefficients_and_parameters_are_the_same_bits():
-    first, *others = _everywhere(exact=True)
+    first, *others = _everywhere(exact=True, steps=STEPS)
     assert len(others) + 1 == 1 * 1 + 2 * 2 + 4 * 3
     assert len(set(first[0])) == STEPS
     for norms, coefs, parameters in others:
@@ -90,5 +91,5 @@ def test_norms_coefficients_and_parameters_are_the_same_bits():
 
 
 def test_without_it_they_part():
-    first, *others = _everywhere(exact=False)
+    first, *others = _everywhere(exact=False, steps=PARTED)
     assert any(norms != first[0] for norms, _, _ in others)
