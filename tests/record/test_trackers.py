@@ -136,6 +136,7 @@ def wandb_history(folder):
             }
 
 
+@pytest.mark.processes
 def test_weights_and_biases(tmp_path):
     """In a process of its own: wandb starts a service."""
     package("wandb")
