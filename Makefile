@@ -7,6 +7,8 @@ GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nul
 TORCH := $(if $(filter-out 0,$(GPU)),torch,-r requirements/torch-cpu.txt)
 RANKS ?= $(if $(filter-out 0,$(GPU)),$(GPU),4)
 WORKERS ?= 2
+QUICK := tests/math tests/geometry tests/simulated tests/record tests/adapters/test_extras.py \
+	tests/dist/layouts/test_alone.py tests/packaging/test_integrations.py
 
 SYSTEMS := .venv-systems
 COMPILE_DEEPSPEED := from deepspeed.comm.torch import build_shm_op; build_shm_op()
@@ -16,7 +18,7 @@ IN_SYSTEMS := PATH="$(CURDIR)/$(SYSTEMS)/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_
 
 DOCS := .venv-docs
 
-.PHONY: help demo test lint unit replay test-systems bench docs changelog clean
+.PHONY: help demo test lint unit test-quick replay test-systems bench docs changelog clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +45,9 @@ lint: $(READY)  ## ruff, mypy and import-linter
 
 unit: $(READY)  ## every test, in parallel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+test-quick: $(READY)  ## the tests that start no process, in a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not processes" $(QUICK) $(ARGS)
 
 replay: $(READY)  ## what travels and comes out of every layout, beside the revision BASE: no byte may differ
 	$(BIN)/python -m tests.replay $(or $(BASE),HEAD) $(ARGS)

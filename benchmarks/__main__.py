@@ -13,11 +13,10 @@ from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from . import cases, records, tables, targets
-from .cases import Case
-from .measuring import Plan, measure, prepare, rounds_of, together
-from .ranks import Settings
-from .shapes import SHAPES
+from . import cases, records
+from .cases import SHAPES, Case
+from .measuring import Plan, Settings, measure, prepare, rounds_of, rows_of, together
+from .report import tables, targets
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -71,9 +70,9 @@ def main() -> None:
     prepare(chosen)
     with _progress(chosen, plan) as advance:
         for group in together(chosen):
-            rows = records.rows(measure(group, plan, advance), group, plan, described)
-            records.write(path, rows)  # at once: a long run may be stopped
-            made += rows
+            added = rows_of(measure(group, plan, advance), group, plan, described)
+            records.write(path, added)  # at once: a long run may be stopped
+            made += added
     print(f"\n{tables.of_cases(made)}\n")
     if not args.case:
         print(f"{targets.table(made)}\n")

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardclip
-from benchmarks.shapes import Llama, Shape
+from benchmarks.cases import Llama, Shape
 from shardclip import plan
 from shardclip.gradients import of_iterable
 from shardclip.ownership import segment

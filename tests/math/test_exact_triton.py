@@ -130,6 +130,7 @@ for dtype in (tl.float32, tl.bfloat16, tl.float16):
 """
 
 
+@pytest.mark.processes
 def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE]

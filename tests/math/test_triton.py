@@ -327,6 +327,7 @@ ptx(programs.combine, {"p": float("inf")}, **ranges)
 """
 
 
+@pytest.mark.processes
 def test_programs_compile_for_a_gpu_that_is_not_here(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE]

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import cases, report
-from benchmarks.records import quartiles
-from benchmarks.shapes import LLAMA_8B, LLAMA_70B, LLAMA_405B, SHAPES
+from benchmarks.cases import LLAMA_8B, LLAMA_70B, LLAMA_405B, SHAPES
+from benchmarks.measuring import quartiles
 from tests.programs.starting import records, run, widest
 
 pytestmark = pytest.mark.timeout(900)

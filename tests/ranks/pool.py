@@ -11,6 +11,8 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import wait_for
 
 from .nursery import Nursery
@@ -162,6 +164,6 @@ def on_ranks(world_size: int, *, fresh: bool = False, limit_s: float = CALL_LIMI
             run_on_ranks(world_size, body, fresh=fresh, limit_s=limit_s, **kwargs)
 
         send.body = body
-        return send
+        return pytest.mark.processes(send)
 
     return decorate

@@ -121,12 +121,14 @@ def shell(command):
 MAIN = f"{sys.executable} -c 'import sys; from shardclip.cli import main; sys.exit(main())'"
 
 
+@pytest.mark.processes
 def test_a_reader_that_leaves_is_no_error(run):
     runs = " ".join([str(run)] * 200)
     done = shell(f"set -o pipefail; {MAIN} suggest {runs} | head -1")
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.processes
 def test_it_needs_neither_torch_nor_matplotlib_to_suggest(run):
     code = (
         "import sys; from shardclip.cli import main; "
@@ -135,6 +137,7 @@ def test_it_needs_neither_torch_nor_matplotlib_to_suggest(run):
     assert shell(f'{sys.executable} -c "{code}"').stdout.endswith("set()\n")
 
 
+@pytest.mark.processes
 def test_a_missing_matplotlib_is_named_with_its_extra(run):
     code = (
         "import sys; sys.modules['matplotlib'] = None; from shardclip.cli import main; "
@@ -153,6 +156,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"shardclip {__version__}\n"
 
 
+@pytest.mark.processes
 def test_as_a_module(run):
     words = [sys.executable, "-m", "shardclip", "suggest", str(run)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)

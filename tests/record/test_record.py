@@ -275,6 +275,7 @@ class Arrived:
         return torch.tensor([2.0, 2.0, 0.5], dtype=torch.float64)
 
 
+@pytest.mark.processes
 def test_the_rest_is_sent_at_exit(tmp_path):
     """A record whose last steps arrived after the last call; the program just ends."""
     code = f"""

@@ -91,6 +91,7 @@ HIDDEN = "getComputedStyle(document.querySelector('.{}')).display === 'none'"
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.processes
 def test_it_is_readable(browser, tmp_path, width, count):
     """Nothing runs out of the window, and text in pictures is neither tiny nor cut."""
     names = ["a-name-without-any-blank-" * n for n in range(1, count + 1)]
@@ -108,6 +109,7 @@ def test_it_is_readable(browser, tmp_path, width, count):
     assert side_by_side == (width == DESKTOP and count > 1)
 
 
+@pytest.mark.processes
 def test_it_asks_for_nothing_and_complains_of_nothing(browser, tmp_path):
     shown = opened(browser, tmp_path, DESKTOP)
     others = [url for url in shown.requests if not url.startswith("data:image/")]
@@ -115,6 +117,7 @@ def test_it_asks_for_nothing_and_complains_of_nothing(browser, tmp_path):
     assert shown.complaints == []
 
 
+@pytest.mark.processes
 def test_a_request_and_a_complaint_would_be_seen(browser, tmp_path):
     """Else the test above could not fail."""
     path = tmp_path / "bad.html"

@@ -94,6 +94,7 @@ def test_groups_are_written_where_there_are_several(tmp_path):
     assert line["clipped_norm"] == pytest.approx(math.hypot(3, 2))
 
 
+@pytest.mark.processes
 def test_a_killed_program_loses_no_step(tmp_path):
     path = tmp_path / "a.jsonl"
     code = f"""

@@ -238,6 +238,7 @@ def wandb_summary(folder):
     return shown
 
 
+@pytest.mark.processes
 def test_weights_and_biases(tmp_path):
     done = in_wandb(WANDB, tmp_path)
     assert "no Weights & Biases run is going on; call wandb.init() first" in done.stdout
