@@ -22,7 +22,7 @@ from .failure import Failure, exit_code, reason
 from .options import RunOptions
 from .plan import Plan, make_plan, torchrun_arguments
 from .processes import block_signals, spread, watch_signals
-from .records import record_exit_code
+from .records import record_exit_code, record_notice
 from .rendezvous import settle_port
 from .run_store import RunStore
 
@@ -232,7 +232,7 @@ class _Launcher:
             number = signal.Signals(value[0])  # type: ignore[index]
             name = number.name.removeprefix("SIG")
             if name in self._options.notice_signals:
-                self._touch_stop_file()
+                record_notice(name)
             if name in {"INT", "QUIT"}:
                 self._interrupts += 1
             if name == "QUIT" or self._interrupts > 1:
@@ -244,11 +244,6 @@ class _Launcher:
                 timer = threading.Timer(grace + 15.0, self._give_up, (number,))
                 timer.daemon = True
                 timer.start()
-
-    def _touch_stop_file(self) -> None:
-        path = Path(os.environ["SHARDCLIP_STOP_FILE"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
 
     def _give_up(self, number: signal.Signals) -> None:
         _say(f"ended by {number.name}")
