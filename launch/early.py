@@ -12,7 +12,7 @@ def holding(environ: Mapping[str, str], notices: Iterable[int]) -> dict[str, str
 
     They are gone again before the script runs: neither it nor what it starts sees them.
     """
-    path = [str(Path(__file__).with_name("startup"))]
+    path = [str(Path(__file__).resolve().with_name("startup"))]
     if environ.get("PYTHONPATH"):
         path.append(environ["PYTHONPATH"])
     return {
