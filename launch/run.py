@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from . import variables as names
 from .control import ControlServer
 from .environment import detect_hosts
 from .errors import HOST_LOST, OK, HostLostError
@@ -53,10 +54,19 @@ def run(options: RunOptions, environ: Mapping[str, str]) -> int:
     block_signals()
     port = settle_port(plan, options.join_timeout)
     os.environ.update(plan.environ)
-    if plan.node_rank == 0:
-        for name in ("first-failure", "exit-code"):
-            (plan.run_dir / name).unlink(missing_ok=True)
+    _forget_earlier_runs(plan)
     return _Launcher(options, plan, port).run()
+
+
+def _forget_earlier_runs(plan: Plan) -> None:
+    """Remove what an earlier run in the same directory left for its launchers and ranks."""
+    old = ["first-failure", "exit-code"] if plan.node_rank == 0 else []
+    # a batch script names these two files itself: it has removed the old ones, and may have
+    # had notice since
+    old += [n for v, n in ((names.STOP_FILE, "stop"), (names.MARKER, "stopped"))
+            if v in plan.environ]  # fmt: skip
+    for name in old:
+        (plan.run_dir / name).unlink(missing_ok=True)
 
 
 def _wrapped(words: list[str], width: int = 78) -> str:
