@@ -43,7 +43,7 @@ interrupted=no
 # shellcheck disable=SC2317,SC2329
 notice() {
   interrupted=yes
-  : > "$SHARDCLIP_STOP_FILE"
+  echo "$1" >> "$SHARDCLIP_STOP_FILE"
   kill -s "$1" "$step" 2>/dev/null
 }
 trap 'notice @NOTICE@' @NOTICE@
@@ -62,12 +62,17 @@ fi
 
 # Only the ranks' own marker says that they saved; no exit code and no seen signal does.
 if [ "$code" -eq 0 ] && [ -e "$SHARDCLIP_STOP_MARKER" ]; then
-  step_saved=$(cat -- "$SHARDCLIP_STOP_MARKER")
-  if [ "$restart" -ge "$max_requeues" ]; then
-    echo "stopped at step $step_saved; requeued $restart times, the limit: submit again" >&2
+  stopped="stopped at step $(cat -- "$SHARDCLIP_STOP_MARKER")"
+  # A cancelled job is to stay so, though its ranks were told as those of a preempted one are.
+  if ! why=$("$python" -m shardclip.launch.ending "$job"); then
+    echo "${why:-unknown why}: $stopped; not requeued by this script" >&2
     exit @STOPPED@
   fi
-  echo "stopped at step $step_saved; requeue $((restart + 1)) of $max_requeues" >&2
+  if [ "$restart" -ge "$max_requeues" ]; then
+    echo "$why: $stopped; requeued $restart times, the limit: submit again" >&2
+    exit @STOPPED@
+  fi
+  echo "$why: $stopped; requeue $((restart + 1)) of $max_requeues" >&2
   scontrol requeue "$job" || exit @STOPPED@
   exit 0
 fi

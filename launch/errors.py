@@ -16,7 +16,7 @@ exit codes:
            signal n because the ranks did not stop within the grace time
   2        refused: a wrong option or configuration; nothing was started
   74       a host did not join, or stopped answering
-  75       (batch script) stopped and saved, and the requeue limit is reached
+  75       (batch script) stopped and saved, and not requeued: the limit is reached, or cancelled
 """
 
 

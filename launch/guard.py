@@ -19,12 +19,13 @@ from pathlib import Path
 from . import variables as names
 from .control import GuardLink
 from .devices import cpus, shared_core_warning, threads_per_rank
+from .early import holding
 from .environment import Placement, detect
 from .errors import REFUSED, LaunchError
 from .failure import Failure, exit_code, last_traceback, reason
 from .processes import RankProcess, block_signals, start_rank, watch_signals
 from .rank_log import RankLog, log_name
-from .records import record_locally
+from .records import record_locally, record_notice
 
 _END_GRACE = 10.0
 _POLL = 0.2
@@ -49,7 +50,9 @@ class Guard:
     def __init__(self, options: argparse.Namespace, place: Placement) -> None:
         self._options = options
         self._place = place
-        self._notices = tuple(options.notice_signals.split(","))
+        self._notices = [
+            signal.Signals[f"SIG{name}"] for name in options.notice_signals.split(",") if name
+        ]
         self._events: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._pending: list[signal.Signals] = []
         self._ending = _Ending()
@@ -61,7 +64,11 @@ class Guard:
         """Run the rank to its end; returns its exit code."""
         environ = self._environment()
         log = self._open_log()
-        rank = start_rank(self._options.command, environ, self._notices, log)
+        # only Python can hold notices back without its children inheriting that
+        held = () if self._options.program else self._notices
+        if held:
+            environ = holding(environ, held)
+        rank = start_rank(self._options.command, environ, held, log)
         watch_signals(self._events)
         rank.watch(self._events)
         if self._link:
@@ -115,11 +122,11 @@ class Guard:
             # the agent closes with TERM; the scheduler's own copies come through the launcher
             if sender == self._parent and name == "TERM":
                 self._end(0.0)
-        elif name == "INT" or name in self._notices:
+        elif name == "INT" or number in self._notices:
             if _first_failure_known():
                 self._end(0.0)
                 return
-            _touch_stop_file()
+            record_notice(name)
             self._notice(rank, signal.Signals(number))
         else:
             rank.send(signal.Signals(number))
@@ -136,8 +143,8 @@ class Guard:
             )
 
     def _deliver(self, rank: RankProcess) -> None:
-        """Hand out what the rank listens to; while it still imports, it ignores its notices."""
-        for number in [n for n in self._pending if not rank.ignores(n)]:
+        """Hand out what the rank has a handler for; a notice is not to end it."""
+        for number in [n for n in self._pending if n not in self._notices or rank.catches(n)]:
             self._pending.remove(number)
             rank.send(number)
 
@@ -183,12 +190,6 @@ class Guard:
 def _first_failure_known() -> bool:
     directory = os.environ.get(names.RUN_DIR)
     return bool(directory) and (Path(str(directory)) / "first-failure").exists()
-
-
-def _touch_stop_file() -> None:
-    path = os.environ.get(names.STOP_FILE)
-    if path:
-        Path(path).touch()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .errors import LaunchError
@@ -64,13 +64,13 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def ignores(self, number: signal.Signals) -> bool:
-        """Tell whether the rank ignores the signal, as it does until it asks for it."""
+    def catches(self, number: signal.Signals) -> bool:
+        """Tell whether the rank has a handler for the signal."""
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text()
         except OSError:
-            return False
-        mask = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+            return True
+        mask = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
         return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
 
     def drain(self, patience: float = 2.0) -> None:
@@ -81,20 +81,19 @@ class RankProcess:
 
 
 def start_rank(
-    command: Sequence[str], environ: dict[str, str], notices: Sequence[str], log: RankLog
+    command: Sequence[str], environ: dict[str, str], ignored: Iterable[int], log: RankLog
 ) -> RankProcess:
-    """Start a rank that dies with this process and ignores notices until it asks for them.
+    """Start a rank that dies with this process.
 
     Args:
         command: program and arguments.
         environ: its variables.
-        notices: names of the signals that it starts with ignored, and its children too.
+        ignored: the signals that it starts with ignored; left so, its children ignore them too.
         log: takes what it prints.
 
     Raises:
         LaunchError: the program cannot be started; the message says why.
     """
-    ignored = [signal.Signals[f"SIG{name}"] for name in notices]
     parent = os.getpid()
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 

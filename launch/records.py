@@ -15,6 +15,15 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def record_notice(name: str) -> None:
+    """Leave the stop file, with the signal's name: for ranks, and for the batch script's end."""
+    path = os.environ.get(names.STOP_FILE)
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a") as file:
+            file.write(f"{name}\n")
+
+
 def record_locally(failure: Failure) -> bool:
     """Record a failure unless one was recorded before; tells whether this one is the first.
 

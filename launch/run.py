@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from . import variables as names
 from .control import ControlServer
 from .environment import detect_hosts
 from .errors import HOST_LOST, OK, HostLostError
@@ -22,7 +23,7 @@ from .failure import Failure, exit_code, reason
 from .options import RunOptions
 from .plan import Plan, make_plan, torchrun_arguments
 from .processes import block_signals, spread, watch_signals
-from .records import record_exit_code
+from .records import record_exit_code, record_notice
 from .rendezvous import settle_port
 from .run_store import RunStore
 
@@ -53,10 +54,19 @@ def run(options: RunOptions, environ: Mapping[str, str]) -> int:
     block_signals()
     port = settle_port(plan, options.join_timeout)
     os.environ.update(plan.environ)
-    if plan.node_rank == 0:
-        for name in ("first-failure", "exit-code"):
-            (plan.run_dir / name).unlink(missing_ok=True)
+    _forget_earlier_runs(plan)
     return _Launcher(options, plan, port).run()
+
+
+def _forget_earlier_runs(plan: Plan) -> None:
+    """Remove what an earlier run in the same directory left for its launchers and ranks."""
+    old = ["first-failure", "exit-code"] if plan.node_rank == 0 else []
+    # a batch script names these two files itself: it has removed the old ones, and may have
+    # had notice since
+    old += [n for v, n in ((names.STOP_FILE, "stop"), (names.MARKER, "stopped"))
+            if v in plan.environ]  # fmt: skip
+    for name in old:
+        (plan.run_dir / name).unlink(missing_ok=True)
 
 
 def _wrapped(words: list[str], width: int = 78) -> str:
@@ -232,7 +242,7 @@ class _Launcher:
             number = signal.Signals(value[0])  # type: ignore[index]
             name = number.name.removeprefix("SIG")
             if name in self._options.notice_signals:
-                self._touch_stop_file()
+                record_notice(name)
             if name in {"INT", "QUIT"}:
                 self._interrupts += 1
             if name == "QUIT" or self._interrupts > 1:
@@ -244,11 +254,6 @@ class _Launcher:
                 timer = threading.Timer(grace + 15.0, self._give_up, (number,))
                 timer.daemon = True
                 timer.start()
-
-    def _touch_stop_file(self) -> None:
-        path = Path(os.environ["SHARDCLIP_STOP_FILE"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
 
     def _give_up(self, number: signal.Signals) -> None:
         _say(f"ended by {number.name}")

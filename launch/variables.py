@@ -62,6 +62,8 @@ RUN_DIR = "SHARDCLIP_RUN_DIR"
 STOP_FILE = "SHARDCLIP_STOP_FILE"
 MARKER = "SHARDCLIP_STOP_MARKER"
 NOTICE_SIGNALS = "SHARDCLIP_NOTICE_SIGNALS"
+HELD = "SHARDCLIP_HELD"
+"""From a guard to its rank: the numbers of the signals to hold back, before the script runs."""
 
 
 def text(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:

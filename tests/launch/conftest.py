@@ -96,6 +96,8 @@ class Cluster:
             "MC_ROOT": str(root), "MC_SUBNET": "10.178.0", "CUDA_VISIBLE_DEVICES": "",
             # a preempted job has all the time it needs to save; it is over as soon as it has
             "MC_GRACE": "180",
+            # and so has one that is cancelled
+            "MC_KILLWAIT": "30",
             # requeued jobs wait for this, and a job's start must not take longer
             "MC_REQUEUE_DELAY": "10",
             # well below the launcher's 60 s without an answer: Slurm is to notice a dead node first

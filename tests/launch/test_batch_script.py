@@ -49,6 +49,18 @@ wait) trap 'echo 9 > "$SHARDCLIP_STOP_MARKER"; exit 0' USR1
 esac
 """
 
+# shows the job that the environment tells it to
+FAKE_SCONTROL = r"""#!/bin/sh
+if [ "$1" = show ]; then
+  echo "JobId=$3 JobName=x Restarts=9"
+  echo "   JobState=${STATE:-RUNNING} Reason=${REASON:-None} Dependency=(null)"
+  echo "   StartTime=2026-12-01T03:15:35 EndTime=2026-12-01T04:15:35 Deadline=N/A"
+  echo "   PreemptEligibleTime=2026-12-01T03:15:35 PreemptTime=${PREEMPTED:-None}"
+else
+  printf "%s\n" "$*" >> scontrol.calls
+fi
+"""
+
 
 @pytest.fixture
 def job(tmp_path):
@@ -57,7 +69,8 @@ def job(tmp_path):
     programs.mkdir()
     for name, text in {
         "srun": FAKE_SRUN,
-        "scontrol": '#!/bin/sh\nprintf "%s\\n" "$*" >> scontrol.calls\n',
+        "scontrol": FAKE_SCONTROL,
+        "python3": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
     }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -154,7 +167,8 @@ def test_the_first_failures_code_counts_not_sruns(job):
 
 def test_a_stopped_job_is_requeued(job):
     code, errors = job(FAKE="stop")
-    assert (code, errors) == (0, "stopped at step 7; requeue 1 of 3\n")
+    why = "asked for by the script or the stop file"
+    assert (code, errors) == (0, f"{why}: stopped at step 7; requeue 1 of 3\n")
     assert (job.path / "scontrol.calls").read_text() == "requeue 41\n"
 
 
@@ -165,10 +179,28 @@ def test_an_arrays_task_is_requeued_by_its_own_name(job):
 
 
 def test_requeues_are_limited(job):
-    code, errors = job(FAKE="stop", SLURM_RESTART_COUNT="3")
+    code, errors = job(FAKE="stop", SLURM_RESTART_COUNT="3", PREEMPTED="2026-12-01T03:16:10")
     assert code == 75
-    assert errors == "stopped at step 7; requeued 3 times, the limit: submit again\n"
+    assert errors == ("preempted: stopped at step 7; requeued 3 times, the limit: submit again\n")
     assert not (job.path / "scontrol.calls").exists()
+
+
+def test_a_cancelled_job_is_not_requeued(job):
+    code, errors = job(FAKE="stop", STATE="COMPLETING")
+    why = "the job was cancelled (COMPLETING)"
+    assert (code, errors) == (75, f"{why}: stopped at step 7; not requeued by this script\n")
+    assert not (job.path / "scontrol.calls").exists()
+
+
+def test_without_slurms_answer_nothing_is_requeued(job):
+    (job.path / "bin" / "scontrol").write_text("#!/bin/sh\necho no controller >&2\nexit 1\n")
+    code, errors = job(FAKE="stop")
+    assert (code, errors) == (
+        75,
+        "no controller\n"
+        "Slurm does not tell whether the job was cancelled: stopped at step 7; "
+        "not requeued by this script\n",
+    )
 
 
 @pytest.mark.parametrize("fake", ["", "fail", "killed", "late"])
@@ -193,8 +225,8 @@ def test_a_notice_to_the_batch_shell_reaches_srun_and_the_stop_file(job):
     process.send_signal(signal.SIGUSR1)
     errors = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 0
-    assert "stopped at step 9; requeue 1 of 3" in errors
-    assert (job.path / "shardclip-runs" / "41" / "stop").exists()
+    assert "told by USR1, time limit 2026-12-01T04:15:35: stopped at step 9; requeue 1" in errors
+    assert (job.path / "shardclip-runs" / "41" / "stop").read_text() == "USR1\n"
 
 
 def test_grace_is_told_to_slurm():

@@ -118,13 +118,69 @@ def test_preempted_the_demo_saves_is_requeued_and_resumes(job, leftovers, tmp_pa
     state, code, restarts = job.wait(600)
     assert (state, code) == ("COMPLETED", 0), job.output
     assert restarts >= 1
-    saved = re.search(r"stopped at step (\d+); requeue 1 of 3", job.output)
+    saved = re.search(r"^preempted: stopped at step (\d+); requeue 1 of 3$", job.output, re.M)
     assert saved
     assert 10 <= int(saved[1]) < 200
     # no step is missing, none was trained twice; test_run.py shows that the losses are the same
     for steps in recorded(tmp_path / "demo"):
         assert [step.step for step in steps] == list(range(1, 101))
     assert "picture: demo/training.png" in job.output
+    leftovers.assert_none()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_cancelled_job_stays_cancelled(job, leftovers, launcher):
+    job.submit("-N2", "-n1", f"--launcher={launcher}", RANKS, "sum", "0")
+    job.wait_for("rank 0 sum 2")
+    job.login("scancel", job.id)
+    assert job.wait()[::2] == ("CANCELLED", 0), job.output
+    # the ranks stopped as those of a preempted job do
+    assert (job.run_dir / "stopped").exists()
+    said = r"^the job was cancelled \(\w+\): stopped at step \d+; not requeued by this script$"
+    assert re.search(said, job.output, re.M), job.output
+    leftovers.assert_none()
+
+
+def test_a_cancelled_task_of_an_array_stays_so_and_the_other_goes_on(job, leftovers):
+    array = job.submit("-N1", "-n1", "--array=1-2", RANKS, "sum", "0", RANKS_STEPS="60").id
+    for job.id in (f"{array}_1", f"{array}_2"):
+        job.wait_for("rank 0 sum 1")
+    job.login("scancel", job.id)
+    assert job.wait()[::2] == ("CANCELLED", 0), job.output
+    assert "the job was cancelled" in job.output
+    job.id = f"{array}_1"
+    assert job.wait() == ("COMPLETED", 0, 0), job.output
+    assert "stop" not in job.output
+    leftovers.assert_none()
+
+
+def test_term_by_hand_is_no_preemption(job, leftovers):
+    job.submit("-N2", "-n1", RANKS, "sum", "0")
+    job.wait_for("rank 0 sum 2")
+    job.login("scancel", "--signal=TERM", job.id)
+    assert job.wait() == ("FAILED", 75, 0), job.output
+    assert "sent TERM by hand: stopped at step" in job.output
+    leftovers.assert_none()
+
+
+def test_preempted_without_a_grace_time_slurm_itself_requeues(job, leftovers):
+    job.login("scontrol", "update", "PartitionName=batch", "GraceTime=0")
+    try:
+        job.submit("-N3", "-n1", RANKS, "sum", "0", RANKS_STEPS="50")
+        job.wait_for("rank 0 sum 3")
+        job.login("srun", "--partition=urgent", "-N3", "--exclusive", "sleep", "1")
+        assert job.wait() == ("COMPLETED", 0, 1), job.output
+    finally:
+        job.login("scontrol", "update", "PartitionName=batch", "GraceTime=180")
+    assert "Slurm itself starts the job again: stopped at step" in job.output
+    assert job.output.count("rank 0 sum 3") == 2
+    leftovers.assert_none()
+
+
+def test_the_notice_before_the_time_limit(job, leftovers):
+    job.submit("-N2", "-n1", "--time=1", "--grace=50", "--max-requeues=0", RANKS, "sum", "0")
+    assert job.wait() == ("FAILED", 75, 0), job.output
+    assert re.search(r"^told by USR1, time limit \S+: stopped at step \d+; ", job.output, re.M)
     leftovers.assert_none()
 
 

@@ -111,6 +111,24 @@ def test_term_is_a_notice_and_saved_ranks_exit_0(start, tmp_path, leftovers):
     leftovers.assert_none()
 
 
+def test_files_of_an_earlier_run_in_the_same_directory_are_not_this_runs(
+    start, tmp_path, leftovers
+):
+    for expected in ("stops at step", "sum 1\n"):
+        process = start("-n", "1", script=("ranks.py", "sum", "0"), RANKS_STEPS="50")
+        wait_for_text(log(tmp_path, 0), "sum 1")
+        if "stops" in expected:
+            process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, errors
+        assert expected in output
+        log(tmp_path, 0).unlink()
+    assert "stops" not in output
+    assert not (tmp_path / "run" / "stop").exists()
+    assert not (tmp_path / "run" / "stopped").exists()
+    leftovers.assert_none()
+
+
 def test_usr1_while_ranks_import_is_not_lost(start, tmp_path, leftovers):
     process = start("-n", "2", "--tee", "all", script=("ranks.py", "import-slowly", "0"))
     wait_for_text(log(tmp_path, 0), "importing")
