@@ -91,9 +91,12 @@ class GradClipper(FromFrameworks):
         grad: From a parameter to its gradient, where that is not ``.grad``.
         overlap: Sum gradients in hooks during the backward pass, as they become ready; then
             ``clip_()`` has little left but the all-reduce. For DTensor parameters (FSDP2's); plain
-            ones where one process is alone. What is changed in place afterwards, or replaced, is
-            summed again, but what leaves no trace in a tensor's version must not be done between:
-            a collective from ``torch.distributed`` on ``.grad``, or writing through ``.grad.data``.
+            ones where one process is alone. A sum is used only where torch's copy-on-write proves
+            that nobody has written to the gradient since; else, and where gradients are added to in
+            place or somebody else's hooks run after accumulation, ``clip_()`` sums it. What it
+            cannot see is a raw pointer that was taken before the backward pass (a NumPy array of a
+            gradient that stays, a collective still under way). Whatever does write in between
+            (``unscale_``; not ``grad_scaler=``) then costs a copy of those gradients.
         check_replicas: Compare copies bit for bit, in every step or every so many: a flipped bit or
             a swapped pair is found. Each holder then reads its copy in full once more, and on CUDA
             such a step has one host sync. Not with p = inf.

@@ -200,6 +200,35 @@ def signatures(tensors: Sequence[Any]) -> list[object]:
     ]
 
 
+def address(tensor: Tensor) -> int:
+    """Tell where a tensor's values begin. ``data_ptr()`` would take it for being written to."""
+    return torch._C._data_address(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
+def lazy_copy(tensor: Tensor) -> Tensor | None:
+    """Share a tensor's memory until somebody writes to either; None where torch cannot.
+
+    Whatever writes through torch first moves what it writes to elsewhere: the memory of the copy
+    never changes. The storage and all its views move together.
+    """
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:  # memory that torch has not allocated itself, or pinned
+        return None
+
+
+def is_unwritten(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether nobody has written to a tensor since its lazy copy was made, which is kept."""
+    return (
+        type(tensor) is type(copy)
+        and tensor.dtype == copy.dtype
+        and tensor.shape == copy.shape
+        and tensor.stride() == copy.stride()
+        and torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
+        and address(tensor) == address(copy)
+    )
+
+
 def from_local(local: Tensor, like: Any) -> Tensor:
     """Wrap a local tensor in the mesh, placements and shape of the DTensor ``like``; no checks."""
     from torch.distributed.tensor import DTensor

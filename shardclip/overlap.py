@@ -1,16 +1,22 @@
 """Local sums taken during the backward pass, as each gradient becomes ready.
 
 A hook after each parameter's accumulation sums its gradient while it is warm; the clipping call
-then has only the small ones left, and the all-reduce. A sum is used only if its gradient is still
-the same tensor in the same version; else the gradient is summed again.
+then has only the small ones left, and the all-reduce. A sum is used only if its gradient is proved
+unchanged. Version counters prove nothing: ``torch._foreach_*`` on DTensors, ``unscale_``,
+collectives and ``.data`` do not move them. What does is torch's copy-on-write: the hook keeps a
+lazy copy of the gradient, so that whatever writes to the memory through torch moves the gradient
+elsewhere first. Where it still lies at the copy's address, nobody has written. Else the gradient
+is summed again.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +38,8 @@ ON_PLAIN = (
     "sums those itself"
 )
 ON_OFFLOAD = (
-    "overlap=True under FSDP2's CPU offload: a hook on a parameter makes FSDP2 wait for each copy "
-    "of a gradient to the host instead of copying asynchronously. Keep whichever is faster for you"
+    "overlap=True under FSDP2's CPU offload: a gradient may still be on its way to the host when "
+    "its hook runs, so clip_() sums those itself"
 )
 
 
@@ -43,22 +49,19 @@ class _Early:
 
     Attributes:
         grad: The gradient, which must not outlive its step.
-        version: What it was then.
+        copy: A lazy copy of its local part: it takes no memory until somebody writes.
         power_sum: float64 of shape ``(1,)``, on the gradient's device.
     """
 
     grad: weakref.ref[Tensor]
-    version: tuple[int, int]
+    copy: Tensor
     power_sum: Tensor
 
     def is_of(self, grad: Tensor | None) -> bool:
         """Whether it is the sum of this gradient as it is now."""
-        return grad is not None and grad is self.grad() and _version(grad) == self.version
-
-
-def _version(grad: Tensor) -> tuple[int, int]:
-    """Tell what has been changed in place: through a DTensor, or in its local part."""
-    return grad._version, compat.local_tensor(grad)._version
+        if grad is None or grad is not self.grad():
+            return False
+        return compat.is_unwritten(compat.local_tensor(grad), self.copy)
 
 
 class Overlap:
@@ -72,23 +75,23 @@ class Overlap:
         self._seats: dict[int, tuple[int, Seat]] = {}
         self._positions: list[int] = []
         self._seen: dict[int, weakref.ref[Tensor]] = {}
+        self._calls: Counter[int] = Counter()  # of the hooks, by the parameter, since the last step
+        self._usual: Counter[int] = Counter()  # in the step before
         self._build: Build = kernels.build
         self._kernels: dict[int, kernels.Kernel] = {}
         trained = [s for s in sources if getattr(s.parameter, "requires_grad", False)]
-        hooked = [s.parameter for s in trained if _is_final(s, world)]
-        self.notices = []
-        if len(hooked) < len(trained):
-            self.notices.append(ON_PLAIN)
+        final = [s.parameter for s in trained if _is_final(s, world)]
         elsewhere = world.device is not None and world.device.type != "cpu"
-        if elsewhere and any(parameter.device.type == "cpu" for parameter in hooked):
-            self.notices.append(ON_OFFLOAD)
-        observe = _observer(weakref.ref(self))
+        hooked = [p for p in final if not (elsewhere and p.device.type == "cpu")]
+        self.notices = [ON_PLAIN] if len(final) < len(trained) else []
+        self.notices += [ON_OFFLOAD] if len(hooked) < len(final) else []
+        observe = _Observer(weakref.ref(self))
         handles = [parameter.register_post_accumulate_grad_hook(observe) for parameter in hooked]
         weakref.finalize(self, _remove, handles)
 
     def drop_outdated(self, grads: Sequence[Tensor | None]) -> None:
         """Forget the sums of gradients that were changed or replaced after their hook."""
-        self._seen.clear()
+        self._usual, self._calls = self._calls, Counter()
         for index in list(self.early):
             if not self.early[index].is_of(grads[self._positions[index]]):
                 del self.early[index]
@@ -111,41 +114,37 @@ class Overlap:
     def observe(self, parameter: Tensor) -> None:
         """Sum a gradient that has just been accumulated."""
         index, seat = self._seats.get(id(parameter), (-1, None))
-        if parameter.grad is None:
+        if seat is None or parameter.grad is None:
             return
-        self._accept_accumulation(parameter, parameter.grad)
-        if seat is None:
+        self.early.pop(index, None)
+        if not self._is_whole(parameter, parameter.grad) or _has_other_hooks(parameter):
             return
         local = compat.local_tensor(parameter.grad)
         if not compat.is_plain(local) or not compat.is_strided(local):
+            return
+        copy = compat.lazy_copy(local)
+        if copy is None:
             return
         part = cut(seat, local)
         if index not in self._kernels:
             self._kernels[index] = self._build([part], [0], 1)
         with self._aside(part):
             power_sum = self._kernels[index]([part], self._p)
-        self.early[index] = _Early(weakref.ref(parameter.grad), _version(parameter.grad), power_sum)
+        forget = partial(_forget, weakref.ref(self), index)
+        self.early[index] = _Early(weakref.ref(parameter.grad, forget), copy, power_sum)
 
-    def _accept_accumulation(self, parameter: Tensor, grad: Tensor) -> None:
-        """Keep the sums of gradients whose version has moved by this one's accumulation alone.
+    def _is_whole(self, parameter: Tensor, grad: Tensor) -> bool:
+        """Whether nothing will be added to a gradient any more, as far as the last step tells.
 
-        FSDP2's gradients of one unit are views of one tensor and so share a version. Accumulating
-        into one of them, in place, counts it up by exactly one.
+        FSDP2's gradients of one unit share their memory. Adding to one of them would copy all, if
+        a lazy copy of another were kept.
         """
-        before = self._seen.get(id(parameter))
-        self._seen[id(parameter)] = weakref.ref(grad)
-        if before is None or before() is not grad:
-            return  # this gradient is new: nothing was accumulated
-        storage = compat.local_tensor(grad).untyped_storage()._cdata
-        count = _version(grad)[1]
-        for other, early in self.early.items():
-            alive = early.grad()
-            if alive is None or early.version[1] != count - 1:
-                continue
-            local = compat.local_tensor(alive)
-            through_wrapper = local is not alive and alive._version != early.version[0]
-            if local.untyped_storage()._cdata == storage and not through_wrapper:
-                self.early[other] = replace(early, version=_version(alive))
+        key = id(parameter)
+        self._calls[key] += 1
+        before = self._seen.get(key)
+        self._seen[key] = weakref.ref(grad)
+        added_to = before is not None and before() is grad
+        return not added_to and self._calls[key] == 1 and self._usual[key] <= 1
 
     @contextmanager
     def _aside(self, part: Tensor) -> Iterator[None]:
@@ -212,15 +211,30 @@ def _is_final(source: Source, world: World) -> bool:
     return compat.is_dtensor(parameter) or world.size == 1
 
 
-def _observer(overlap: weakref.ref[Overlap]) -> Callable[[Tensor], None]:
-    """Make a hook that does not keep the clipper alive."""
+class _Observer:
+    """A hook that does not keep the clipper alive."""
 
-    def observe(parameter: Tensor) -> None:
-        found = overlap()
+    def __init__(self, overlap: weakref.ref[Overlap]) -> None:
+        self._overlap = overlap
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Sum a gradient that has just been accumulated."""
+        found = self._overlap()
         if found is not None:
             found.observe(parameter)
 
-    return observe
+
+def _has_other_hooks(parameter: Tensor) -> bool:
+    """Whether a hook of somebody else may have begun to write, say by a collective under way."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(type(hook) is not _Observer for hook in hooks.values())
+
+
+def _forget(overlap: weakref.ref[Overlap], index: int, _: object) -> None:
+    """Let go of a lazy copy when its gradient is gone, or the memory would stay."""
+    found = overlap()
+    if found is not None:
+        found.early.pop(index, None)
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardclip.compat import in_storage_order, on_host, to_device
+from shardclip.compat import address, in_storage_order, on_host, to_device
 
 from . import foreach, programs
 
@@ -176,7 +176,7 @@ def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
     torch.autograd.graph.increment_version(held)  # autograd does not see the launch
     with _on(device):
         programs.multiply_blocks[(min(count, _programs(device)),)](
-            _addresses(held, device, blocks),
+            _addresses(held, device, blocks, Tensor.data_ptr),  # it writes: what is shared moves
             blocks.tensors,
             blocks.blocks,
             count,
@@ -234,9 +234,14 @@ def _in_storage_order(tensor: Tensor) -> Tensor:
     return in_storage_order(tensor)
 
 
-def _addresses(tensors: Sequence[Tensor], device: torch.device, reader: object) -> Tensor:
+def _addresses(
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    reader: object,
+    find: Callable[[Tensor], int] = address,
+) -> Tensor:
     """Return the tensors' addresses on the device, copied there without a host sync."""
-    held = on_host([tensor.data_ptr() for tensor in tensors], torch.int64)
+    held = on_host([find(tensor) for tensor in tensors], torch.int64)
     if device.type == "cpu":
         return held
     held = held.pin_memory()
