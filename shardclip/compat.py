@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -202,7 +203,15 @@ def signatures(tensors: Sequence[Any]) -> list[object]:
 
 def address(tensor: Tensor) -> int:
     """Tell where a tensor's values begin. ``data_ptr()`` would take it for being written to."""
-    return torch._C._data_address(tensor)  # type: ignore[attr-defined, no-any-return]
+    return addresses([tensor])[0]
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Do the same for many, quickly."""
+    starts = map(torch._C._data_address, tensors)  # type: ignore[attr-defined]
+    offsets = map(Tensor.storage_offset, tensors)
+    sizes = map(attrgetter("itemsize"), tensors)
+    return [start + at * size for start, at, size in zip(starts, offsets, sizes, strict=True)]
 
 
 def lazy_copy(tensor: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardclip.compat import address, in_storage_order, on_host
+from shardclip.compat import address, addresses, in_storage_order, on_host
 
 from . import foreach
 from .packing import packs
@@ -203,8 +203,8 @@ def _side_by_side(
 
 
 def _adjacent(tensors: Sequence[Tensor], stretch: list[int], bucket: int) -> _Run:
-    base = address(tensors[stretch[0]])
-    offsets = [address(tensors[index]) - base for index in stretch]
+    places = addresses([tensors[index] for index in stretch])
+    offsets = [place - places[0] for place in places]
     numel = sum(tensors[index].numel() for index in stretch)
     return _Run(bucket, stretch, numel, _wide(tensors[stretch[0]].dtype), offsets)
 
@@ -212,7 +212,7 @@ def _adjacent(tensors: Sequence[Tensor], stretch: list[int], bucket: int) -> _Ru
 def _have_moved(run: _Run, tensors: Sequence[Tensor]) -> bool:
     """Whether tensors that lay side by side no longer do: gradients are new in every step."""
     held = [tensors[index] for index in run.indices]
-    places = list(map(address, held))
+    places = addresses(held)
     base = places[0]
     if [place - base for place in places] != run.offsets:
         return True
