@@ -10,6 +10,7 @@ from benchmarks.measuring import quartiles
 from tests.programs.starting import records, run, widest
 
 pytestmark = pytest.mark.timeout(900)
+SHARED = pytest.mark.xdist_group("quick run")  # else each worker makes one
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,7 @@ def quick(tmp_path_factory):
     return run("-m", "benchmarks", "--quick", "--out", str(path)), path
 
 
+@SHARED
 def test_every_layout_is_measured(quick):
     printed, path = quick
     measured = [row for row in records(path) if row["kind"] == "clip"]
@@ -32,6 +34,7 @@ def test_every_layout_is_measured(quick):
         assert len(row["seconds"]) == (1 if row["step"] == "first" else 2)
 
 
+@SHARED
 def test_one_all_reduce_and_no_host_sync_in_any_layout(quick):
     rows = [row for row in records(quick[1]) if row["kind"] == "clip"]
     ours = [row for row in rows if row["contender"].startswith(("GradClipper", "shardclip"))]
@@ -45,6 +48,7 @@ def test_one_all_reduce_and_no_host_sync_in_any_layout(quick):
             assert row["host_syncs"] == (None if only_here else 0), row
 
 
+@SHARED
 def test_who_is_left_out_is_named_with_the_reason(quick):
     printed, path = quick
     absent = {(r["case"], r["contender"]): r for r in records(path) if r["kind"] == "absent"}
@@ -62,6 +66,7 @@ def test_records_are_added_never_overwritten(tmp_path):
     assert len(rows) > 5
 
 
+@SHARED
 def test_plans_of_many_ranks_and_a_report_of_it_all(tmp_path, quick):
     out = tmp_path / "scale.jsonl"
     printed = run("-m", "benchmarks.scale", "--ranks", "64", "--out", str(out))

@@ -12,7 +12,7 @@ import pytest
 from shardclip.run_file import read
 from tests.waiting import PATIENCE_S, wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("whole training")]
 TRAIN_LM = Path(__file__).parents[2] / "examples" / "train_lm.py"
 SMALL = ("--steps=2", "--files=40", "--batch=1", "--checks=0")
 

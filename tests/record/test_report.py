@@ -128,6 +128,7 @@ def test_a_request_and_a_complaint_would_be_seen(browser, tmp_path):
     assert browser.complaints != []
 
 
+@pytest.mark.processes
 def test_it_says_what_there_is_to_see(browser, tmp_path):
     shown = opened(browser, tmp_path, PHONE)
     said = shown.ask("document.body.innerText")
