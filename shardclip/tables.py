@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import compat, exact, kernels, replicas
+from . import compat, exact, kernels, replicas, samples
 from .drift import Drift
 from .payload import Lanes
 
@@ -72,12 +72,16 @@ class Tables:
         routes = compat.to_device(compat.on_host(rows, torch.int64), device)
         weights = compat.on_host([bucket.weight for bucket in plan.buckets])
         held = plan.copied(wholes)
-        copies = [seat.copy for seat in plan.seats if seat.copy is not None]
+        seats = [seat for seat in plan.seats if seat.copy is not None]
+        copies = [seat.copy for seat in seats if seat.copy is not None]
         proof: replicas.Proof | None = None
         drift: Drift | None = None
         if held:
-            sizes = [compat.numbers_in(whole) for whole in held]
-            proof = replicas.Proof(copies, sizes, held[0].device)
+            extents = [
+                samples.extent(t, t.shape if seat.source.begins is None else seat.source.begins[1])
+                for t, seat in zip(held, seats, strict=True)
+            ]
+            proof = replicas.Proof(copies, extents, held[0].device)
             drift = Drift(copies, held[0].device) if plan.lanes.drift else None
         kernel = plan.build(parts, [seat.bucket for seat in plan.read()], len(plan.buckets))
         whole = range(plan.lanes.nans.stop)
