@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, exact, fingerprints, norm, reduce, replicas
+from . import adapters, compat, exact, fingerprints, norm, reduce, replicas, samples
 from .errors import problem
 from .payload import Flags
 from .plan import Plan, locals_of, readings
@@ -234,7 +234,9 @@ def fill(
             powers, exact_sums = None, powers
         if tables.proof is not None:
             held = plan.copied(wholes)
-            sketches = tables.proof.sketches(held)
+            pairs = zip(plan.copied(local), held, strict=True)
+            there = held if plan.dense else [samples.placed(*pair) for pair in pairs]
+            sketches = tables.proof.sketches(there)
             proof = tables.proof.lanes(sketches, lanes.slots, device)
             if compare and tables.drift is not None:
                 hashes = tables.drift.hashes(held, plan.copied(local))

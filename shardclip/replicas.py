@@ -1,8 +1,8 @@
 """Proof that copies are copies: a fingerprint of every replicated tensor, inside the payload.
 
-Each holder of a copy adds c_i * f to lanes of the all-reduce, where f is a small weighted sample of
-its values and the c_i of all holders sum to zero. What comes out is zero if all copies agree, else
-the size of their difference, whatever the number of ranks and tensors.
+Each holder of a copy adds c_i * f to lanes of the all-reduce, where f is a weighted sample of its
+values (see ``samples``) and the c_i of all holders sum to zero. What comes out is zero if all
+copies agree, else the size of their difference, whatever the number of ranks and tensors.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .compat import on_host, real_view, to_device
+from . import samples
+from .compat import on_host, to_device
 
-SAMPLE = 64  # values looked at per tensor
-SKETCH = 8  # lanes they are folded into; a tensor of up to 8 elements is compared as it is
+SKETCH = samples.LANES  # a tensor of up to so many elements is compared as it is
 LANES = SKETCH + 2  # lanes of one slot: the sketch, its scale, the number of tensors in it
 
 # Copies disagree when they differ by more than this of their own size and of the total norm:
@@ -61,49 +61,18 @@ def coefficients(count: int) -> Tensor:
     return c * (2 / c.square().sum(0)).sqrt()
 
 
-@lru_cache(maxsize=16)
-def signs(pieces: tuple[tuple[int, int], ...]) -> Tensor:
-    """Return ``(tensors, SAMPLE)`` weights of +-1 that depend on tensor, piece and position.
-
-    Args:
-        pieces: For each tensor its ordinal, and the lowest rank that holds this piece of it.
-    """
-    ordinal, piece = on_host(pieces, torch.int64).T.unsqueeze(2)
-    position = torch.arange(SAMPLE, dtype=torch.int64, device="cpu")
-    h = ordinal * 0x9E3779B1 + piece * 0xC2B2AE35 + position * 0x85EBCA77 + 1
-    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
-        h = ((h ^ (h >> shift)) * factor) & 0xFFFFFFFF  # a 32-bit integer hash
-    odd: Tensor = h >> 7 & 1
-    return 1.0 - 2.0 * odd.double()
-
-
-def spread(tensor: Tensor) -> Tensor:
-    """View up to SAMPLE values of a tensor, evenly spaced by an odd step: it meets all columns."""
-    tensor = real_view(tensor)
-    numel = tensor.numel()
-    step = max(1, numel // SAMPLE - (numel // SAMPLE + 1) % 2)
-    if tensor.is_contiguous():  # one operation rather than three: this runs for every copy
-        return tensor.as_strided((min(SAMPLE, -(-numel // step)),), (step,))
-    return tensor.reshape(-1)[::step][:SAMPLE]
-
-
 class Proof:
     """What a set of copies needs in every step, worked out once and kept on their device."""
 
-    def __init__(self, copies: Sequence[Copy], sizes: Sequence[int], device: torch.device) -> None:
-        """Take the copies and their tensors' sizes, in one order."""
-        filled = [min(size, SAMPLE) for size in sizes]
-        whole = on_host([max(1.0, size / SAMPLE) for size in sizes])
-        weights = signs(tuple((copy.ordinal, copy.holders[0]) for copy in copies))
-        scaled = weights * whole.sqrt().unsqueeze(1)
-        places = [row * SAMPLE + i for row, n in enumerate(filled) for i in range(n)]
+    def __init__(
+        self, copies: Sequence[Copy], extents: Sequence[samples.Extent], device: torch.device
+    ) -> None:
+        """Take the copies and their tensors' extents, in one order."""
+        keys = [copy.ordinal * 0x9E3779B1 + copy.holders[0] * 0xC2B2AE35 for copy in copies]
         counts = on_host([copy.count for copy in copies])
         parts = on_host([copy.weight for copy in copies])
         factors = torch.stack([coefficients(copy.count)[copy.index] for copy in copies])
-        self.device = device
-        self._signs = to_device(scaled, device)
-        self._full = len(places) == len(copies) * SAMPLE
-        self._places = to_device(on_host(places, torch.int64), device)
+        self._sampler = samples.Sampler(extents, [key & 0xFFFFFFFF for key in keys], device)
         self._factors = to_device(factors, device)
         self._shares = to_device(1 / counts, device)
         self._parts = to_device(parts.unsqueeze(1), device)
@@ -114,17 +83,7 @@ class Proof:
 
         Scaled so that the sum of squares estimates the whole tensor's.
         """
-        samples = [spread(t) for t in tensors]
-        if any(t.device != self.device for t in samples):
-            samples = [t.to(self.device) for t in samples]
-        values = torch.cat(samples).double()
-        if not self._full:  # short tensors are followed by zeros
-            empty = torch.zeros(self._signs.numel(), dtype=torch.float64, device=self.device)
-            values = empty.index_copy_(0, self._places, values)
-        folded = values.view(-1, SAMPLE // SKETCH, SKETCH) * self._signs.view(
-            -1, SAMPLE // SKETCH, SKETCH
-        )
-        return folded.sum(1)
+        return self._sampler.fold(tensors)
 
     def lanes(self, sketches: Tensor, slots: int, device: torch.device) -> Tensor:
         """Return this rank's part of the proof, ``(slots, LANES)`` float64 on a device."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import compat, exact, kernels, replicas
+from . import compat, exact, kernels, replicas, samples
 from .drift import Drift
 from .payload import Lanes
 from .seats import Bucket, Seat
@@ -82,12 +82,16 @@ class Tables:
         ]
         routes = compat.to_device(compat.on_host(rows, torch.int64), device)
         weights = compat.on_host([bucket.weight for bucket in buckets])
-        copies = [seat.copy for seat in seats if seat.copy is not None]
+        sat = [seat for seat in seats if seat.copy is not None]
+        copies = [seat.copy for seat in sat if seat.copy is not None]
         proof: replicas.Proof | None = None
         drift: Drift | None = None
         if held:
-            sizes = [compat.numbers_in(whole) for whole in held]
-            proof = replicas.Proof(copies, sizes, held[0].device)
+            extents = [
+                samples.extent(t, t.shape if seat.source.begins is None else seat.source.begins[1])
+                for t, seat in zip(held, sat, strict=True)
+            ]
+            proof = replicas.Proof(copies, extents, held[0].device)
             drift = Drift(copies, held[0].device) if lanes.drift else None
         whole = range(lanes.nans.stop)
         direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in buckets)

@@ -174,7 +174,7 @@ def _differences(entries: list[_Held], size: float) -> list[str]:
     for held in tensors.values():
         copies = [replace(entry.copy, slot=0) for entry in held]
         here = torch.device("cpu")
-        again = replicas.Proof(copies, [0] * len(copies), here)
+        again = replicas.Proof(copies, [(0, 1)] * len(copies), here)
         rows = again.lanes(torch.stack([entry.sketch for entry in held]), 1, here)
         if bool(replicas.disagreeing(rows, on_host(size))):
             lines.append(_describe(held, rows[0]))

@@ -1,17 +1,19 @@
 """The proof of copies, without ranks: each holder's lanes are added up by hand."""
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
-from shardclip import replicas
+from shardclip import replicas, samples
 from shardclip.replicas import Copy
 
 TOTAL = torch.tensor(100.0, dtype=torch.float64)
 
 
 def contribute(lanes, tensors, copies):
-    sizes = [t.numel() * (1 + t.is_complex()) for t in tensors]
-    made = replicas.Proof(copies, sizes, torch.device("cpu"))
+    extents = [samples.extent(t, t.shape) for t in tensors]
+    made = replicas.Proof(copies, extents, torch.device("cpu"))
     lanes += made.lanes(made.sketches(tensors), len(lanes), lanes.device)
 
 
@@ -99,11 +101,6 @@ def test_a_shared_slot_is_suspected_where_a_large_tensor_hides_a_small_one():
     assert replicas.suspicious(lanes, TOTAL)[0]
 
 
-def test_the_sample_meets_every_column_of_a_matrix():
-    columns = torch.arange(1024.0).expand(1024, 1024)
-    assert len(set(replicas.spread(columns.contiguous()).tolist())) == replicas.SAMPLE
-
-
 def test_complex_and_half_tensors():
     tensor = torch.randn(50, dtype=torch.complex64)
     assert proof([tensor, tensor.conj()])
@@ -111,13 +108,111 @@ def test_complex_and_half_tensors():
     assert not proof([half, half])
 
 
+def of_tokens(rows, columns, tokens, dtype, seed, kept=1.0):
+    """An embedding's gradient: nothing but in the tokens' rows, and there in a part of them."""
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.zeros(rows, columns)
+    places = torch.randint(0, rows, (tokens,), generator=generator)
+    values = torch.randn(tokens, columns, generator=generator)
+    values *= torch.rand(tokens, columns, generator=generator) < kept
+    return grad.index_add_(0, places, values).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 10, 1000])
 @pytest.mark.parametrize(
-    "cut", [lambda b: b[:, 0], lambda b: b.view(-1)[::2], lambda b: b.T[:1], lambda b: b.t()[0]]
+    ("rows", "columns"), [(10, 64), (1000, 1), (1000, 5), (2000, 16), (777, 300), (10**6, 2)]
+)
+def test_gradients_of_few_rows_that_nobody_averaged_are_found(rows, columns, tokens, dtype):
+    for seed in range(6 if rows < 10**6 else 1):
+        grads = [of_tokens(rows, columns, tokens, dtype, 100 * seed + rank) for rank in range(4)]
+        total = torch.stack(grads).double().norm()
+        assert proof(grads, total, ordinal=seed)
+        assert not proof([grads[0]] * 4, total, ordinal=seed)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(10, 3000),
+    columns=st.integers(1, 200),
+    seed=st.integers(0, 10**6),
+    kept=st.sampled_from([1.0, 0.5]),
+)
+def test_one_token_on_each_of_two_ranks_is_enough(rows, columns, seed, kept):
+    """Each row has a value in each lane, so that half of them may well be zero."""
+    grads = [of_tokens(rows, columns, 1, torch.float32, seed + i, kept) for i in range(2)]
+    if not torch.equal(*grads):
+        assert proof(grads, torch.stack(grads).double().norm())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(10, 3000), columns=st.integers(1, 100), pair=st.tuples(*[st.integers(0)] * 2)
+)
+def test_rows_of_ones_at_other_places_are_found(rows, columns, pair):
+    """Their sums of squares are equal."""
+    places = [number % rows for number in pair]
+    grads = [torch.zeros(rows, columns).index_fill_(0, torch.tensor(p), 1.0) for p in places]
+    assert proof(grads, grads[0].double().norm()) is (places[0] != places[1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_a_few_bfloat16_steps_in_one_row_passes(seed):
+    grad = of_tokens(500, 256, 1, torch.float32, seed)
+    noisy = [grad * (1 + (torch.rand(500, 256) - 0.5) * 2**-7) for _ in range(4)]
+    assert not proof([n.bfloat16() for n in noisy], grad.double().norm())
+
+
+SHAPES = [(10, 64), (1024, 1024), (512, 1024), (3, 50), (50, 3), (17, 17), (1000, 12), (2000, 31)]
+SHAPES += [(128, 2867), (40, 4099), (4, 30, 64), (64, 64, 3, 3), (900,), (64, 1), (8, 8)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_row_and_every_column_is_met(shape):
+    numel, columns = samples.extent(torch.empty(shape), shape)
+    places = torch.arange(numel)
+    met = torch.cat([p.of(places).flatten() for p in samples.pieces(0, (numel, columns))])
+    rows = torch.bincount(met.unique() // columns, minlength=numel // columns)
+    assert rows.min() >= min(columns, samples.LANES)
+    assert len((met % columns).unique()) == columns
+    assert len(met) <= max(1.3 * numel if numel < 2000 else numel, 0) + 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ((128256, 4096), 1 << 20),
+        ((1024, 1024), 8256),
+        ((512, 512, 3, 3), 8256),
+        ((10**9,), 1 << 21),
+    ],
+)
+def test_a_sample_is_small(shape, values):
+    extent = samples.extent(torch.empty(shape, device="meta"), shape)
+    assert sum(64 * piece.blocks for piece in samples.pieces(0, extent)) <= values
+
+
+def test_no_two_runs_of_a_block_have_the_same_signs():
+    products = samples._signs() @ samples._signs().T
+    assert products.fill_diagonal_(0).abs().max() <= 4
+
+
+def test_large_tensors_are_folded_in_parts(monkeypatch):
+    tensors = [torch.randn(300, 70), torch.randn(5), torch.randn(1000), torch.randn(0)]
+    extents = [samples.extent(t, t.shape) for t in tensors]
+    cpu, keys = torch.device("cpu"), [1, 2, 3, 4]
+    whole = samples.Sampler(extents, keys, cpu).fold(tensors)
+    monkeypatch.setattr(samples, "_CHUNK", 192)
+    torch.testing.assert_close(samples.Sampler(extents, keys, cpu).fold(tensors), whole)
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda b: b[:, 0], lambda b: b.view(-1)[::2], lambda b: b.T[:1], lambda b: b.t()]
 )
 @pytest.mark.parametrize("rows", [8, 300])
 def test_a_sample_is_of_the_tensor_and_not_of_its_neighbours(cut, rows):
-    wide = torch.arange(2.0 * rows).view(rows, 2)
-    tensor = cut(wide)
-    sample = replicas.spread(tensor)
-    assert sample.tolist() == replicas.spread(tensor.contiguous()).tolist()
-    assert set(sample.tolist()) <= set(tensor.flatten().tolist())
+    tensor = cut(torch.randn(rows, 2))
+    assert not proof([tensor, tensor.clone(memory_format=torch.contiguous_format)])
+    alone = tensor.clone(memory_format=torch.contiguous_format)
+    inside = torch.full((tensor.numel() + 200,), 1e9)[100:-100]
+    assert not proof([inside.copy_(alone.flatten()).view(alone.shape), alone])

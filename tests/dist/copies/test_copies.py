@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from shardclip import (
     SELF,
@@ -288,3 +290,67 @@ def test_the_proof_travels_in_the_one_all_reduce(clip):
     with count_collectives() as calls:
         clip_grad_norm_(module, 1.0)
     assert_one_all_reduce(calls)
+
+
+def looked_up(rows: int, columns: int, tokens: int, dtype: torch.dtype, step: int) -> torch.Tensor:
+    """An embedding's gradient of this rank's own tokens: ones, in their rows alone."""
+    torch.manual_seed(1000 * step + dist.get_rank())
+    embedding = nn.Embedding(rows, columns, dtype=dtype)
+    embedding(torch.randint(0, rows, (tokens,))).sum().backward()
+    return embedding.weight.grad
+
+
+def by_rows(kind: str, grad: torch.Tensor) -> torch.Tensor:
+    """Take it for a copy of other ranks', for one of the reasons."""
+    if kind == "plain":
+        return grad
+    if kind == "hsdp":
+        mesh = mesh_of(2, 2)
+        half = grad.chunk(2)[mesh.get_local_rank(1)].clone()
+        return labelled(half, mesh, R, Shard(0))
+    return labelled(grad, mesh_of(4), R)
+
+
+@pytest.mark.parametrize("kind", ["plain", "hsdp", "Replicate"])
+@pytest.mark.parametrize(("rows", "columns", "tokens"), [(128256, 16, 64), (1000, 96, 4)])
+@BOTH
+@on_ranks(4)
+def test_an_embedding_that_nobody_averages_is_found_in_every_step(
+    kind, rows, columns, tokens, clip
+):
+    for step in range(12):
+        dtype = torch.bfloat16 if step % 2 else torch.float32
+        grad = by_rows(kind, looked_up(rows, columns, tokens, dtype, step))
+        assert_found(clip, nn.ParameterDict({"embedding": parameter(grad)}), "embedding")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(4)
+def test_an_embedding_that_fully_shard_does_not_know_is_found_in_every_step(late):
+    model = nn.Sequential(nn.Embedding(5000, 32), nn.Linear(32, 32))
+    embedding = model[0].weight
+    if late:
+        model = nn.Sequential(model[1])
+    fully_shard(model, mesh=mesh_of(4), ignored_params=None if late else {embedding})
+    if late:
+        model.insert(0, nn.Embedding.from_pretrained(embedding.detach(), freeze=False))
+    for step in range(12):
+        model.zero_grad()
+        torch.manual_seed(step * 10 + dist.get_rank())
+        model(torch.randint(0, 5000, (8,))).square().sum().backward()
+        raised_everywhere(
+            lambda: clip_grad_norm_(model, 1e-3), ReplicaMismatchError, r"0\.weight", "fully_shard"
+        )
+
+
+@pytest.mark.parametrize("same", [True, False])
+@on_ranks(2)
+def test_sparse_copies_at_other_rows_are_found(same):
+    row = 5 if same else 5 + dist.get_rank()
+    grad = torch.sparse_coo_tensor([[row]], torch.ones(1, 16), (100, 16), check_invariants=True)
+    module = nn.ParameterDict({"embedding": nn.Parameter(torch.zeros(100, 16))})
+    module["embedding"].grad = grad
+    if same:
+        assert clip_grad_norm_(module, 1e9).item() == pytest.approx(4.0)
+    else:
+        raised_everywhere(lambda: clip_grad_norm_(module, 1.0), ReplicaMismatchError, "embedding")
