@@ -156,7 +156,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _touched(tensors: Iterable[Tensor]) -> Touched:
     """Tell where tensors lie and how large they are; the same one twice counts once."""
-    once = {(t.data_ptr(), t.shape, t.stride()): t for t in tensors}
+    once = {(_storage(t), t.storage_offset(), t.shape, t.stride()): t for t in tensors}
     return [(_storage(tensor), _size(tensor)) for tensor in once.values()]
 
 
@@ -169,7 +169,8 @@ def _size(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    # data_ptr() would count as writing to it.
+    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 
 
 @contextmanager
