@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .norm import check_max_norm
+from .math.norm import check_max_norm
 
 State = dict[str, Tensor]
 

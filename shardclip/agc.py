@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, norm, reduce, verdict
+from . import compat, reduce, verdict
 from .adapters import dtensor
 from .clip import Parameters
 from .clipper import GradClipper
 from .errors import problem
 from .gradients import Layout, Source
+from .math import norm
 from .pending import Judged
 from .reduce import Group
 

@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import adapters, compat, exactness, gradients, norm, reduce, trees
+from . import adapters, compat, exactness, gradients, reduce, trees
 from .errors import problem
 from .gradients import Layout, Source
+from .math import norm
 from .measure import Measured
 from .notices import warn_once
 from .reduce import Group

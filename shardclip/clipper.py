@@ -17,7 +17,6 @@ from . import (
     gradients,
     inspection,
     loss_scaling,
-    norm,
     optimizers,
     reduce,
     thresholds,
@@ -28,9 +27,10 @@ from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
 from .errors import NonFiniteGradientError
-from .exact import DOUBLE, SINGLE
 from .frameworks import FromFrameworks
 from .gradients import Layout
+from .math import norm
+from .math.exact import DOUBLE, SINGLE
 from .measure import Measured, start
 from .notices import warn_once
 from .param_groups import grouped

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import adapters, compat, exactness, gradients, loss_scaling, norm, plan, uneven_inputs
+from . import adapters, compat, exactness, gradients, loss_scaling, plan, uneven_inputs
 from .adapters import Read
 from .agreement import Agreement
 from .errors import problem
 from .gradients import Source
+from .math import norm
 from .overlap import Overlap
 from .payload import Lanes
 from .plan import Plan

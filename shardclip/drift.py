@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from . import fingerprints
 from .compat import on_host, real_view, to_device
+from .math import fingerprints
 from .replicas import Copy
 
 LANES = 2  # one for each half of the hashes

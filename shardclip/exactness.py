@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .exact import SINGLE, Window, check_capacity
 from .kernels import exact
+from .math.exact import SINGLE, Window, check_capacity
 from .world import World
 
 

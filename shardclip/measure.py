@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, exact, fingerprints, norm, reduce, replicas, samples
+from . import adapters, compat, reduce, replicas, samples
 from .errors import problem
+from .math import exact, fingerprints, norm
 from .payload import Flags
 from .plan import Plan, locals_of, readings
 from .world import World

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, kernels, norm
+from . import compat, kernels
 from .gradients import Source
+from .math import norm
 from .plan import Plan
 from .seats import Seat, cut
 from .world import World

@@ -13,9 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import drift, exact, fingerprints, replicas
+from . import drift, replicas
 from .compat import constant, on_host, to_device
-from .digits import ALONE, Digits
+from .math import exact, fingerprints
+from .math.digits import ALONE, Digits
 from .world import World
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, norm, thresholds
+from . import adapters, compat, thresholds
 from .clip import Parameters
 from .clipper import GradClipper
 from .gradients import Layout
+from .math import norm
 from .pending import Judged
 from .reduce import Group
 from .result import ClipResult

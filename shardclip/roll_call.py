@@ -9,7 +9,8 @@ import time
 
 import torch.distributed as dist
 
-from . import compat, fingerprints
+from . import compat
+from .math import fingerprints
 from .world import World
 
 PATIENCE = 5.0

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import kept_plans, norm, plan, uneven_inputs, verdict
-from .exact import DOUBLE
+from . import kept_plans, plan, uneven_inputs, verdict
 from .exactness import accept, builder
 from .gradients import Layout, Source
+from .math import norm
+from .math.exact import DOUBLE
 from .measure import Measured, measure
 from .notices import warn_once
 from .payload import Lanes

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import compat, exact, kernels, replicas, samples
+from . import compat, kernels, replicas, samples
 from .drift import Drift
+from .math import exact
 from .payload import Lanes
 from .seats import Bucket, Seat
 

@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from . import adapters, compat, gradients, norm, reduce
+from . import adapters, compat, gradients, reduce
 from .clip import Parameters
 from .gradients import Source
+from .math import norm
 
 
 @torch.no_grad()

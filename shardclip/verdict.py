@@ -16,8 +16,8 @@ from . import drift, inspection, kernels, reduce, replicas
 from .compat import HostCopy, on_host
 from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .inspection import listed
+from .math.norm import is_maximum
 from .measure import Measured
-from .norm import is_maximum
 from .world import World
 
 _MEND = (

@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shardclip import exact
 from shardclip.compat import in_storage_order, real_view, to_device
+from shardclip.math import exact
 
 from .packing import packs
 

@@ -6,7 +6,7 @@ A tile stays in registers while ``exact._sum_units`` is done to it.
 import triton
 import triton.language as tl
 
-from shardclip import exact
+from shardclip.math import exact
 
 LANES = tl.constexpr(32)  # of a program: those of ``exact.SINGLE``, and some unused
 LOW = tl.constexpr(exact.SINGLE.low)

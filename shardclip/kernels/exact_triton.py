@@ -13,8 +13,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from shardclip import exact
 from shardclip.compat import addresses, numbers_in, on_host, to_device
+from shardclip.math import exact
 
 from . import exact as plain
 from . import exact_programs as programs

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shardclip import drift, fingerprints
+from shardclip import drift
+from shardclip.math import fingerprints
 from shardclip.replicas import Copy
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardclip import exact
 from shardclip.kernels import exact as kernel
+from shardclip.math import exact
 
 BITS = {
     torch.float64: torch.int64,

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from shardclip import exact
 from shardclip.kernels import exact as plain
 from shardclip.kernels import exact_programs, exact_triton
+from shardclip.math import exact
 
 from .test_exact import POWERS, power_sum, raw, value, wide
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.amp import GradScaler
 
-from shardclip import loss_scaling, norm
+from shardclip import loss_scaling
 from shardclip.loss_scaling import (
     check_members,
     inverse_scale,
@@ -15,6 +15,7 @@ from shardclip.loss_scaling import (
     resolve,
     step_with_scaler,
 )
+from shardclip.math import norm
 from shardclip.optimizers import factor_group
 from shardclip.scale import scale_
 from tests.math.accelerator import accelerator, no_host_sync

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from shardclip import norm
+from shardclip.math import norm
 
 
 @pytest.mark.parametrize("wrong", [-1, -0.5, math.nan, -math.inf, "two", None])

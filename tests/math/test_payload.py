@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardclip import fingerprints
+from shardclip.math import fingerprints
 from shardclip.payload import Flags, Lanes
 from shardclip.world import World
 

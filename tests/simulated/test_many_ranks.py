@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from shardclip import measure, plan, replicas
 from shardclip.gradients import Source
-from shardclip.norm import is_maximum
+from shardclip.math.norm import is_maximum
 from shardclip.ownership import Mesh, own, pieces_of, place
 from shardclip.payload import Flags
 from shardclip.planner import Planner

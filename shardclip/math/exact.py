@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .compat import on_host
+from shardclip.compat import on_host
 
 BITS = 32  # of a digit
 _DIGIT = (1 << BITS) - 1
