@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from shardclip.outcome import Outcome
-from shardclip.run_file import Run
+from shardclip.record.outcome import Outcome
+from shardclip.record.run_file import Run
 
 WIDTH = 79  # one column is left free, so that no terminal of 80 wraps
 

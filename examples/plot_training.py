@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lm_report import losses
 
-from shardclip.run_file import Run, read
+from shardclip.record.run_file import Run, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -40,8 +40,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardclip
-from shardclip.logging import JsonLines
-from shardclip.run_file import read
+from shardclip.record.logging import JsonLines
+from shardclip.record.run_file import read
 
 UNCLIPPED, CLIPPED = "unclipped", "clipped"
 VALIDATION_WINDOWS = 32  # a rank

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import run_file
 from ._version import __version__
-from .run_file import Run, RunFileError
+from .record import run_file
+from .record.run_file import Run, RunFileError
 
 OK, REFUSED = 0, 2
 

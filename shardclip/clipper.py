@@ -37,7 +37,7 @@ from .param_groups import grouped
 from .payload import Lanes
 from .pending import Begun, Judged, Pending
 from .planner import Planner
-from .record import Record
+from .record.record import Record
 from .reduce import Group
 from .result import ClipResult
 from .scale import scale_

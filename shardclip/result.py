@@ -10,7 +10,7 @@ from torch import Tensor
 from . import verdict
 from .inspection import NonFinite
 from .measure import Measured
-from .outcome import Heading, Outcome
+from .record.outcome import Heading, Outcome
 
 
 class ClipResult:

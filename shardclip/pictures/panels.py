@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from shardclip import extras
-from shardclip.outcome import Outcome
-from shardclip.run_file import Run
+from shardclip.record.outcome import Outcome
+from shardclip.record.run_file import Run
 
 from .series import Cells, Spike, alone, binned, by_group, median, running_share, window_of
 

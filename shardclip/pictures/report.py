@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardclip import __version__
-from shardclip.run_file import Run, RunFileError
+from shardclip.record.run_file import Run, RunFileError
 
 from . import suggest
 from .panels import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardclip.run_file import read
+from shardclip.record.run_file import read
 from tests.waiting import PATIENCE_S, text_of, wait_for
 
 HERE = Path(__file__).parent

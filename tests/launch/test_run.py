@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from shardclip.launch.devices import cpus, shared_core_warning
 
-from shardclip.run_file import read
+from shardclip.record.run_file import read
 from tests.processes import status_of
 from tests.waiting import PATIENCE_S, text_of, wait_for
 

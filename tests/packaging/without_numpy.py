@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardclip
 from shardclip import adaptive
-from shardclip.logging import JsonLines, TensorBoard
+from shardclip.record.logging import JsonLines, TensorBoard
 
 assert importlib.util.find_spec("numpy") is None
 assert "launch" not in sys.modules

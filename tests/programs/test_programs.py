@@ -3,7 +3,7 @@
 import pytest
 
 from shardclip.cli import main
-from shardclip.run_file import read
+from shardclip.record.run_file import read
 from tests.programs.starting import run, widest
 
 pytestmark = pytest.mark.timeout(900)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardclip.run_file import read
+from shardclip.record.run_file import read
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("whole training")]

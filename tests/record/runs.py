@@ -3,8 +3,8 @@
 import math
 import random
 
-from shardclip.logging import JsonLines
-from shardclip.outcome import Outcome, combine
+from shardclip.record.logging import JsonLines
+from shardclip.record.outcome import Outcome, combine
 
 MODULES = ("embed", *(f"layers.{n}.{part}" for n in range(4) for part in ("attn", "mlp")), "head")
 

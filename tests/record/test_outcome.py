@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shardclip.outcome import Outcome, combine
+from shardclip.record.outcome import Outcome, combine
 
 from .runs import outcome
 

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 import matplotlib.image
 import pytest
 
-from shardclip.outcome import Outcome, combine
 from shardclip.pictures import panels, plot, report, series
-from shardclip.run_file import Run, RunFileError
+from shardclip.record.outcome import Outcome, combine
+from shardclip.record.run_file import Run, RunFileError
 
 from .runs import MODULES, outcome, steps
 

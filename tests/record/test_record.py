@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shardclip import ClipResult, GradClipper
-from shardclip import record as record_module
-from shardclip.outcome import Heading, Outcome
-from shardclip.record import Record
+from shardclip.record import record as record_module
+from shardclip.record.outcome import Heading, Outcome
+from shardclip.record.record import Record
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardclip.pictures.report import page
-from shardclip.run_file import Run
+from shardclip.record.run_file import Run
 
 from .browser import PROGRAMS, REQUIRED, Browser, program
 from .runs import outcome, steps

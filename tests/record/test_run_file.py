@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardclip.logging import JsonLines
-from shardclip.outcome import Outcome
-from shardclip.run_file import RunFileError, read
+from shardclip.record.logging import JsonLines
+from shardclip.record.outcome import Outcome
+from shardclip.record.run_file import RunFileError, read
 
 from .runs import outcome, steps, written
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardclip import GradClipper
-from shardclip.logging import JsonLines, MLflow, Sink, StandardLogging, TensorBoard
-from shardclip.logging.sink import scalars
-from shardclip.outcome import Outcome
-from shardclip.run_file import read
+from shardclip.record.logging import JsonLines, MLflow, Sink, StandardLogging, TensorBoard
+from shardclip.record.logging.sink import scalars
+from shardclip.record.outcome import Outcome
+from shardclip.record.run_file import read
 
 from .runs import outcome, steps
 

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from shardclip.outcome import Outcome
 from shardclip.pictures.suggest import suggest, text
-from shardclip.run_file import Run, RunFileError
+from shardclip.record.outcome import Outcome
+from shardclip.record.run_file import Run, RunFileError
 
 from .runs import outcome
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardclip.logging import MLflow, TensorBoard, WeightsAndBiases
+from shardclip.record.logging import MLflow, TensorBoard, WeightsAndBiases
 
 from .runs import outcome
 

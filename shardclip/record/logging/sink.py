@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
-from shardclip.outcome import Outcome
+from shardclip.record.outcome import Outcome
 
 
 class HasOutcome(Protocol):

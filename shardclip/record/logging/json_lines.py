@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardclip import run_file
-from shardclip.outcome import Outcome
+from shardclip.record import run_file
+from shardclip.record.outcome import Outcome
 
 from .sink import Sink
 

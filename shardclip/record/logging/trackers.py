@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardclip import extras
-from shardclip.outcome import Outcome
+from shardclip.record.outcome import Outcome
 
 from . import places
 from .rows import SharedRows

@@ -12,7 +12,8 @@ from typing import Protocol, overload
 
 from torch import Tensor
 
-from .compat import HostCopy, is_capturing
+from shardclip.compat import HostCopy, is_capturing
+
 from .outcome import Heading, Outcome
 
 _log = logging.getLogger("shardclip")

@@ -3,7 +3,7 @@
 import logging
 import math
 
-from shardclip.outcome import Outcome
+from shardclip.record.outcome import Outcome
 
 from .sink import Sink
 
