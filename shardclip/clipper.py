@@ -19,7 +19,6 @@ from . import (
     loss_scaling,
     optimizers,
     reduce,
-    thresholds,
     uneven_inputs,
     verdict,
 )
@@ -40,10 +39,11 @@ from .planner import Planner
 from .record.record import Record
 from .reduce import Group
 from .result import ClipResult
+from .rules import thresholds
+from .rules.thresholds import Limit, Rule
 from .scale import scale_
 from .skips import Skips
 from .strays import Strays
-from .thresholds import Limit, Rule
 
 POLICIES = ("propagate", "raise", "skip")
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from .collect import Collected
 from .measure import Measured, Started
 from .result import ClipResult
-from .thresholds import Limit
+from .rules.thresholds import Limit
 from .world import World
 
 

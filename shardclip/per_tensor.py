@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, thresholds
+from . import adapters, compat
 from .clip import Parameters
 from .clipper import GradClipper
 from .gradients import Layout
@@ -14,6 +14,7 @@ from .math import norm
 from .pending import Judged
 from .reduce import Group
 from .result import ClipResult
+from .rules import thresholds
 from .scale import scale_
 
 TensorLimit = float | Callable[[Tensor], float]

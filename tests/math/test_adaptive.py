@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardclip import GradClipper
-from shardclip.adaptive import AutoClip, LinearWarmup, RunningMean, Threshold, ZClip
+from shardclip.rules.adaptive import AutoClip, LinearWarmup, RunningMean, Threshold, ZClip
 
 
 def follow(rule, norms) -> list[float]:

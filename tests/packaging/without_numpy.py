@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardclip
-from shardclip import adaptive
 from shardclip.record.logging import JsonLines, TensorBoard
+from shardclip.rules import adaptive
 
 assert importlib.util.find_spec("numpy") is None
 assert "launch" not in sys.modules

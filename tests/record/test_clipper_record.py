@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from shardclip import GradClipper, NonFiniteGradientError
-from shardclip.adaptive import AutoClip
 from shardclip.record.logging import JsonLines
 from shardclip.record.run_file import read
+from shardclip.rules.adaptive import AutoClip
 from tests.ranks import on_ranks, raised_everywhere, same_everywhere
 from tests.ranks.clippers import counted, shard
 

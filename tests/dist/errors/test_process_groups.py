@@ -16,11 +16,11 @@ from shardclip import (
     AdaptiveGradClipper,
     GradClipper,
     PerTensorClipper,
-    adaptive,
     clip_grad_norm_,
     reduce,
     single,
 )
+from shardclip.rules import adaptive
 from tests.ranks.pool import CALL_LIMIT_S, RankPool
 from tests.ranks.tensors import parameter
 

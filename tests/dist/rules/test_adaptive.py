@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardclip import GradClipper
-from shardclip.adaptive import AutoClip, LinearWarmup, RunningMean, ZClip
+from shardclip.rules.adaptive import AutoClip, LinearWarmup, RunningMean, ZClip
 from tests.dist.costs.test_unread_lanes import as_on_a_device
 from tests.ranks import on_ranks, raised_everywhere, run_on_ranks, same_everywhere
 from tests.ranks.clippers import counted, here, shard

@@ -14,7 +14,6 @@ from shardclip import (
     AdaptiveGradClipper,
     GradClipper,
     PerTensorClipper,
-    adaptive,
     adaptive_clip_grad_,
     clip_by_global_norm,
     clip_grad_norm_,
@@ -23,6 +22,7 @@ from shardclip import (
     get_total_norm,
     global_norm,
 )
+from shardclip.rules import adaptive
 from tests.ranks import count_collectives, everywhere, on_ranks
 from tests.ranks.models import mlp
 from tests.ranks.tensors import S0, R, exact_norm, mesh_of, parameter, sharded

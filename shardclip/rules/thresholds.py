@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
-from .math import norm
+from shardclip import compat
+from shardclip.math import norm
 
 Rule = Callable[[Tensor, int], Tensor | float]
 """From the total norm (float64, 0-dim) and the number of steps before this one to a threshold."""

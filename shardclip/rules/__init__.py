@@ -1,0 +1,4 @@
+"""Thresholds: what each param group is clipped by, and the rules that follow the norm.
+
+In come a step's norms, out come coefficients, as tensors on the device.
+"""
