@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, drift, reduce
+from . import adapters, compat, reduce
+from .copies import bits as drift
 from .measure import Measured
 from .seats import Seat
 from .world import World

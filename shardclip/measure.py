@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, reduce, replicas, samples
+from . import adapters, compat, reduce
+from .copies import proof as replicas
+from .copies import samples
 from .errors import problem
 from .math import exact, fingerprints, norm
 from .payload import Flags

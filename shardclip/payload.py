@@ -13,8 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import drift, replicas
 from .compat import constant, on_host, to_device
+from .copies import bits as drift
+from .copies import proof as replicas
 from .math import exact, fingerprints
 from .math.digits import ALONE, Digits
 from .world import World

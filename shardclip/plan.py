@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from . import adapters, compat, kernels, replicas
+from . import adapters, compat, kernels
+from .copies import proof as replicas
 from .errors import problem
 from .gradients import Source
 from .ownership import Shares

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import replicas
+from .copies import proof as replicas
 from .gradients import Source
 from .ownership import Ownership, segment
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import compat, kernels, replicas, samples
-from .drift import Drift
+from . import compat, kernels
+from .copies import proof as replicas
+from .copies import samples
+from .copies.bits import Drift
 from .math import exact
 from .payload import Lanes
 from .seats import Bucket, Seat

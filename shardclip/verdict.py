@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import drift, inspection, kernels, reduce, replicas
+from . import inspection, kernels, reduce
 from .compat import HostCopy, on_host
+from .copies import bits as drift
+from .copies import proof as replicas
 from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .inspection import listed
 from .math.norm import is_maximum

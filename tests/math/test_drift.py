@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shardclip import drift
+from shardclip.copies import bits as drift
+from shardclip.copies.proof import Copy
 from shardclip.math import fingerprints
-from shardclip.replicas import Copy
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 SIZES = [1, 2, 63, drift.ROW - 1, drift.ROW, drift.ROW + 1, 3 * drift.ROW + 17]

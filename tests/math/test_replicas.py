@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardclip import replicas, samples
-from shardclip.replicas import Copy
+from shardclip.copies import proof as replicas
+from shardclip.copies import samples
+from shardclip.copies.proof import Copy
 
 TOTAL = torch.tensor(100.0, dtype=torch.float64)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardclip import measure, plan, replicas
+from shardclip import measure, plan
+from shardclip.copies import proof as replicas
 from shardclip.gradients import Source
 from shardclip.math.norm import is_maximum
 from shardclip.ownership import Mesh, own, pieces_of, place

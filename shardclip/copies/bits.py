@@ -10,9 +10,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .compat import on_host, real_view, to_device
-from .math import fingerprints
-from .replicas import Copy
+from shardclip.compat import on_host, real_view, to_device
+from shardclip.math import fingerprints
+
+from .proof import Copy
 
 LANES = 2  # one for each half of the hashes
 

@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from .compat import numbers_in, on_host, real_view, to_device
+from shardclip.compat import numbers_in, on_host, real_view, to_device
 
 LANES = 8  # what a sample is folded into: a run has one value for each
 _RUNS = 8  # in a block

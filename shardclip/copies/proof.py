@@ -12,8 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from shardclip.compat import on_host, to_device
+
 from . import samples
-from .compat import on_host, to_device
 
 SKETCH = samples.LANES  # a tensor of up to so many elements is compared as it is
 LANES = SKETCH + 2  # lanes of one slot: the sketch, its scale, the number of tensors in it
