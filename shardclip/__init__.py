@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         global_norm,
     )
     from .clipper import GradClipper
+    from .comm.reduce import SELF
     from .errors import NonFiniteGradientError, ReplicaMismatchError
     from .per_tensor import PerTensorClipper, clip_grad_per_tensor_norm_
-    from .reduce import SELF
     from .result import ClipResult
     from .value import clip_grad_value_
 
@@ -46,7 +46,7 @@ _HOME = {
     "ClipResult": "result",
     "NonFiniteGradientError": "errors",
     "ReplicaMismatchError": "errors",
-    "SELF": "reduce",
+    "SELF": "comm.reduce",
 }
 
 _MODULES = frozenset(

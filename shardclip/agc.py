@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, reduce, verdict
+from . import compat, verdict
 from .adapters import dtensor
 from .clip import Parameters
 from .clipper import GradClipper
+from .comm import reduce
+from .comm.reduce import Group
 from .errors import problem
 from .gradients import Layout, Source
 from .math import norm
 from .pending import Judged
-from .reduce import Group
 
 
 class AdaptiveGradClipper:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, messages, reduce, verdict
+from . import compat, verdict
 from ._version import __version__
+from .comm import messages, reduce
+from .comm.world import World
 from .errors import problem
 from .gradients import Source
 from .inspection import listed
 from .planner import Planner
-from .world import World
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots
 _MOST_SLOTS_EXACT = 128  # where each lane takes many integers

@@ -6,16 +6,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import adapters, compat, exactness, gradients, reduce, trees
+from . import adapters, compat, exactness, gradients, trees
+from .comm import reduce
+from .comm.reduce import Group
+from .comm.world import World
 from .errors import problem
 from .gradients import Layout, Source
 from .math import norm
 from .measure import Measured
 from .notices import warn_once
-from .reduce import Group
 from .scale import scale_
 from .single import measure_once, rounded
-from .world import World
 
 Parameters = nn.Module | Tensor | Iterable[Any]
 """A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""

@@ -18,13 +18,15 @@ from . import (
     inspection,
     loss_scaling,
     optimizers,
-    reduce,
     uneven_inputs,
     verdict,
 )
 from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
+from .comm import reduce
+from .comm.payload import Lanes
+from .comm.reduce import Group
 from .errors import NonFiniteGradientError
 from .frameworks import FromFrameworks
 from .gradients import Layout
@@ -33,11 +35,9 @@ from .math.exact import DOUBLE, SINGLE
 from .measure import Measured, start
 from .notices import warn_once
 from .param_groups import grouped
-from .payload import Lanes
 from .pending import Begun, Judged, Pending
 from .planner import Planner
 from .record.record import Record
-from .reduce import Group
 from .result import ClipResult
 from .rules import thresholds
 from .rules.thresholds import Limit, Rule

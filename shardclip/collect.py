@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 from . import adapters, compat, exactness, gradients, loss_scaling, plan, uneven_inputs
 from .adapters import Read
 from .agreement import Agreement
+from .comm.payload import Lanes
+from .comm.world import World
 from .errors import problem
 from .gradients import Source
 from .math import norm
 from .overlap import Overlap
-from .payload import Lanes
 from .plan import Plan
 from .planner import Planner
 from .strays import Strays
-from .world import World
 
 
 @dataclass(frozen=True)

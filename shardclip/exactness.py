@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .comm.world import World
 from .kernels import exact
 from .math.exact import SINGLE, Window, check_capacity
-from .world import World
 
 
 def check(p: float, world: World) -> None:

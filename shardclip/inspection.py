@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, reduce
+from . import adapters, compat
+from .comm import reduce
+from .comm.world import World
 from .copies import bits as drift
 from .measure import Measured
 from .seats import Seat
-from .world import World
 
 _MOST = 8  # tensors that are looked at closely
 _BLOCKS = 16  # of each, blocks whose values are compared

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat, reduce
+from . import adapters, compat
+from .comm import reduce
+from .comm.payload import Flags
+from .comm.world import World
 from .copies import proof as replicas
 from .copies import samples
 from .errors import problem
 from .math import exact, fingerprints, norm
-from .payload import Flags
 from .plan import Plan, locals_of, readings
-from .world import World
 
 
 @dataclass

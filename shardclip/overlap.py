@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from . import compat, kernels
+from .comm.world import World
 from .gradients import Source
 from .math import norm
 from .plan import Plan
 from .seats import Seat, cut
-from .world import World
 
 Build = Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel]
 

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import adapters, gradients
+from .comm.world import World
 from .errors import problem
 from .gradients import Source
-from .world import World
 
 _UNNAMED = "group0.{}"
 

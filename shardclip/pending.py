@@ -8,10 +8,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .collect import Collected
+from .comm.world import World
 from .measure import Measured, Started
 from .result import ClipResult
 from .rules.thresholds import Limit
-from .world import World
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from torch import Tensor
 from . import adapters, compat
 from .clip import Parameters
 from .clipper import GradClipper
+from .comm.reduce import Group
 from .gradients import Layout
 from .math import norm
 from .pending import Judged
-from .reduce import Group
 from .result import ClipResult
 from .rules import thresholds
 from .scale import scale_

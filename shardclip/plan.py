@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from . import adapters, compat, kernels
+from .comm.payload import Lanes
 from .copies import proof as replicas
 from .errors import problem
 from .gradients import Source
 from .ownership import Shares
-from .payload import Lanes
 from .planner import Planner, Settled
 from .seats import Bucket, Seat, cut
 from .tables import Tables

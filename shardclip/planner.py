@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from . import adapters, compat
+from .comm.world import World
 from .gradients import Layout, Source
 from .ownership import Ownership, own
-from .world import World
 
 
 @dataclass(frozen=True)

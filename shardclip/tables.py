@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from . import compat, kernels
+from .comm.payload import Lanes
 from .copies import proof as replicas
 from .copies import samples
 from .copies.bits import Drift
 from .math import exact
-from .payload import Lanes
 from .seats import Bucket, Seat
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from .comm.world import World
 from .gradients import Source
-from .world import World
 
 _NOTED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The joins under way: entered, and not left."""

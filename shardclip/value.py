@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from . import adapters, compat, gradients, reduce
+from . import adapters, compat, gradients
 from .clip import Parameters
+from .comm import reduce
 from .gradients import Source
 from .math import norm
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import inspection, kernels, reduce
+from . import inspection, kernels
+from .comm import reduce
+from .comm.world import World
 from .compat import HostCopy, on_host
 from .copies import bits as drift
 from .copies import proof as replicas
@@ -20,7 +22,6 @@ from .errors import NonFiniteGradientError, ReplicaMismatchError
 from .inspection import listed
 from .math.norm import is_maximum
 from .measure import Measured
-from .world import World
 
 _MEND = (
     "Clipping would scale them differently on each rank. If they are shards, or belong to "

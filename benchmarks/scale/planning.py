@@ -25,12 +25,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardclip
 from benchmarks.cases import Llama, Shape
 from shardclip import plan
+from shardclip.comm.world import World
 from shardclip.gradients import of_iterable
 from shardclip.ownership import segment
 from shardclip.plan import Plan
 from shardclip.planner import Planner
 from shardclip.seats import Seat
-from shardclip.world import World
 
 from .replay import AXES, EnoughError, Layout, Replay
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from shardclip import reduce
-from shardclip.world import World
+from shardclip.comm import reduce
+from shardclip.comm.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from shardclip import compat
+from shardclip.comm.world import World
 from shardclip.gradients import Layout, Source, clean, of_iterable, unique
 from shardclip.ownership import Place
-from shardclip.world import World
 
 from . import dtensor, fsdp1
 

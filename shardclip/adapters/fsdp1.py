@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardclip.comm.world import World
 from shardclip.gradients import Source, clean
 from shardclip.ownership import Ownership
-from shardclip.world import World
 
 
 def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from shardclip import compat, reduce, scale
+from shardclip import compat, scale
+from shardclip.comm import reduce
 from shardclip.copies import proof as replicas
 from shardclip.kernels import foreach
 from tests.ranks import on_ranks

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from shardclip.comm.payload import Flags, Lanes
+from shardclip.comm.world import World
 from shardclip.math import fingerprints
-from shardclip.payload import Flags, Lanes
-from shardclip.world import World
 
 SAID = [Flags(1, 0, 0, 0), Flags(1, 1, 0, 1), Flags(0, 1, 1, 0), Flags(1, 1, 1, 1)]
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 
 from shardclip import measure, plan
+from shardclip.comm.payload import Flags
+from shardclip.comm.world import World
 from shardclip.copies import proof as replicas
 from shardclip.gradients import Source
 from shardclip.math.norm import is_maximum
 from shardclip.ownership import Mesh, own, pieces_of, place
-from shardclip.payload import Flags
 from shardclip.planner import Planner
-from shardclip.world import World
 
 CPU = torch.device("cpu")
 

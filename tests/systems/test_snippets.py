@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from shardclip import ClipResult, reduce
+from shardclip import ClipResult
+from shardclip.comm import reduce
 from tests.ranks import run_on_ranks, same_everywhere
 from tests.ranks.tensors import coefficient
 from tests.readme.snippets import PAGES, elsewhere

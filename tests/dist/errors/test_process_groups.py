@@ -17,9 +17,9 @@ from shardclip import (
     GradClipper,
     PerTensorClipper,
     clip_grad_norm_,
-    reduce,
     single,
 )
+from shardclip.comm import reduce
 from shardclip.rules import adaptive
 from tests.ranks.pool import CALL_LIMIT_S, RankPool
 from tests.ranks.tensors import parameter

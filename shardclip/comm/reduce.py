@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import compat, messages, roll_call
+from shardclip import compat
+
+from . import messages
+from . import missing_ranks as roll_call
 from .world import World
 
 

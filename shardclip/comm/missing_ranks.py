@@ -9,8 +9,9 @@ import time
 
 import torch.distributed as dist
 
-from . import compat
-from .math import fingerprints
+from shardclip import compat
+from shardclip.math import fingerprints
+
 from .world import World
 
 PATIENCE = 5.0

@@ -13,11 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .compat import constant, on_host, to_device
-from .copies import bits as drift
-from .copies import proof as replicas
-from .math import exact, fingerprints
-from .math.digits import ALONE, Digits
+from shardclip.compat import constant, on_host, to_device
+from shardclip.copies import bits as drift
+from shardclip.copies import proof as replicas
+from shardclip.math import exact, fingerprints
+from shardclip.math.digits import ALONE, Digits
+
 from .world import World
 
 
