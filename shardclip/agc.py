@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from . import compat, verdict
-from .adapters import dtensor
 from .clip import Parameters
 from .clipper import GradClipper
 from .comm import reduce
 from .comm.reduce import Group
 from .errors import problem
-from .gradients import Layout, Source
+from .layout.adapters import dtensor
+from .layout.sources import Layout, Source
 from .math import norm
 from .pending import Judged
 

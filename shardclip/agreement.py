@@ -14,9 +14,9 @@ from ._version import __version__
 from .comm import messages, reduce
 from .comm.world import World
 from .errors import problem
-from .gradients import Source
 from .inspection import listed
-from .planner import Planner
+from .layout.planner import Planner
+from .layout.sources import Source
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots
 _MOST_SLOTS_EXACT = 128  # where each lane takes many integers

@@ -6,12 +6,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import adapters, compat, exactness, gradients, trees
+from . import compat, exactness
 from .comm import reduce
 from .comm.reduce import Group
 from .comm.world import World
 from .errors import problem
-from .gradients import Layout, Source
+from .layout import adapters, trees
+from .layout import sources as gradients
+from .layout.sources import Layout, Source
 from .math import norm
 from .measure import Measured
 from .notices import warn_once

@@ -14,14 +14,12 @@ from . import (
     agreement,
     compat,
     exactness,
-    gradients,
     inspection,
     loss_scaling,
     optimizers,
     uneven_inputs,
     verdict,
 )
-from .adapters import Read
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
 from .comm import reduce
@@ -29,14 +27,16 @@ from .comm.payload import Lanes
 from .comm.reduce import Group
 from .errors import NonFiniteGradientError
 from .frameworks import FromFrameworks
-from .gradients import Layout
+from .layout import sources as gradients
+from .layout.adapters import Read
+from .layout.param_groups import grouped
+from .layout.planner import Planner
+from .layout.sources import Layout
 from .math import norm
 from .math.exact import DOUBLE, SINGLE
 from .measure import Measured, start
 from .notices import warn_once
-from .param_groups import grouped
 from .pending import Begun, Judged, Pending
-from .planner import Planner
 from .record.record import Record
 from .result import ClipResult
 from .rules import thresholds

@@ -8,17 +8,19 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import adapters, compat, exactness, gradients, loss_scaling, plan, uneven_inputs
-from .adapters import Read
+from . import compat, exactness, loss_scaling, plan, uneven_inputs
 from .agreement import Agreement
 from .comm.payload import Lanes
 from .comm.world import World
 from .errors import problem
-from .gradients import Source
+from .layout import adapters
+from .layout import sources as gradients
+from .layout.adapters import Read
+from .layout.planner import Planner
+from .layout.sources import Source
 from .math import norm
 from .overlap import Overlap
 from .plan import Plan
-from .planner import Planner
 from .strays import Strays
 
 

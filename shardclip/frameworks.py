@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .adapters import deepspeed, deepspeed_step, megatron
+from .layout.adapters import deepspeed, deepspeed_step, megatron
 from .scale import scale_
 
 Self = TypeVar("Self", bound="FromFrameworks")

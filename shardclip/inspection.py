@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat
+from . import compat
 from .comm import reduce
 from .comm.world import World
 from .copies import bits as drift
+from .layout import adapters
 from .measure import Measured
 from .seats import Seat
 

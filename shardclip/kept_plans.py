@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import compat
-from .gradients import Source
+from .layout.sources import Source
 from .plan import Plan
 
 _MOST = 4  # sets of parameters; a plan keeps small tables on its device

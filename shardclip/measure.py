@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat
+from . import compat
 from .comm import reduce
 from .comm.payload import Flags
 from .comm.world import World
 from .copies import proof as replicas
 from .copies import samples
 from .errors import problem
+from .layout import adapters
 from .math import exact, fingerprints, norm
 from .plan import Plan, locals_of, readings
 

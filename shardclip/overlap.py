@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import compat, kernels
 from .comm.world import World
-from .gradients import Source
+from .layout.sources import Source
 from .math import norm
 from .plan import Plan
 from .seats import Seat, cut

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adapters, compat
+from . import compat
 from .clip import Parameters
 from .clipper import GradClipper
 from .comm.reduce import Group
-from .gradients import Layout
+from .layout import adapters
+from .layout.sources import Layout
 from .math import norm
 from .pending import Judged
 from .result import ClipResult

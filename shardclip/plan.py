@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from . import adapters, compat, kernels
+from . import compat, kernels
 from .comm.payload import Lanes
 from .copies import proof as replicas
 from .errors import problem
-from .gradients import Source
-from .ownership import Shares
-from .planner import Planner, Settled
+from .layout import adapters
+from .layout.ownership import Shares
+from .layout.planner import Planner, Settled
+from .layout.sources import Source
 from .seats import Bucket, Seat, cut
 from .tables import Tables
 

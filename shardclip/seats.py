@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .copies import proof as replicas
-from .gradients import Source
-from .ownership import Ownership, segment
+from .layout.ownership import Ownership, segment
+from .layout.sources import Source
 
 
 @dataclass(frozen=True)

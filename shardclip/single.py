@@ -11,12 +11,12 @@ from . import kept_plans, plan, uneven_inputs, verdict
 from .comm.payload import Lanes
 from .comm.world import World
 from .exactness import accept, builder
-from .gradients import Layout, Source
+from .layout.planner import Planner
+from .layout.sources import Layout, Source
 from .math import norm
 from .math.exact import DOUBLE
 from .measure import Measured, measure
 from .notices import warn_once
-from .planner import Planner
 
 _SLOTS_EXACT = 64  # each of their lanes takes many integers
 

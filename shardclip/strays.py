@@ -15,9 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import adapters, compat, gradients, optimizers
-from .adapters import Read
-from .gradients import Source, clean
+from . import compat, optimizers
+from .layout import adapters
+from .layout import sources as gradients
+from .layout.adapters import Read
+from .layout.sources import Source, clean
 
 _CHANGES = (
     "a new layer, head or adapter, load_state_dict(assign=True), to_empty, weight_norm, "

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from .comm.world import World
-from .gradients import Source
+from .layout.sources import Source
 
 _NOTED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The joins under way: entered, and not left."""

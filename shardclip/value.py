@@ -5,10 +5,12 @@ import math
 import torch
 from torch import Tensor
 
-from . import adapters, compat, gradients
+from . import compat
 from .clip import Parameters
 from .comm import reduce
-from .gradients import Source
+from .layout import adapters
+from .layout import sources as gradients
+from .layout.sources import Source
 from .math import norm
 
 

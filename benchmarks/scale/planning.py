@@ -26,10 +26,10 @@ import shardclip
 from benchmarks.cases import Llama, Shape
 from shardclip import plan
 from shardclip.comm.world import World
-from shardclip.gradients import of_iterable
-from shardclip.ownership import segment
+from shardclip.layout.ownership import segment
+from shardclip.layout.planner import Planner
+from shardclip.layout.sources import of_iterable
 from shardclip.plan import Plan
-from shardclip.planner import Planner
 from shardclip.seats import Seat
 
 from .replay import AXES, EnoughError, Layout, Replay

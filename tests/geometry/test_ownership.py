@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from shardclip.ownership import Mesh, own, pieces_of, place, segment, tile_offsets
+from shardclip.layout.ownership import Mesh, own, pieces_of, place, segment, tile_offsets
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] = (), first: int = 0) -> Mesh:

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from shardclip.ownership import BLOCK, Shares, segment
+from shardclip.layout.ownership import BLOCK, Shares, segment
 
 
 def loads(holders, sizes):

@@ -14,10 +14,10 @@ from shardclip import measure, plan
 from shardclip.comm.payload import Flags
 from shardclip.comm.world import World
 from shardclip.copies import proof as replicas
-from shardclip.gradients import Source
+from shardclip.layout.ownership import Mesh, own, pieces_of, place
+from shardclip.layout.planner import Planner
+from shardclip.layout.sources import Source
 from shardclip.math.norm import is_maximum
-from shardclip.ownership import Mesh, own, pieces_of, place
-from shardclip.planner import Planner
 
 CPU = torch.device("cpu")
 

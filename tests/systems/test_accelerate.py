@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardclip.gradients import clean
+from shardclip.layout.sources import clean
 from tests.ranks import count_collectives, everywhere, raised_everywhere
 from tests.systems import loops
 from tests.systems.loops import (

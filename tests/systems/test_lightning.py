@@ -65,7 +65,7 @@ def lightning_module(kind: str, **methods):
 
 def parameters_of(model):
     """Names without the LightningModule's prefix, and whole values."""
-    from shardclip.gradients import clean
+    from shardclip.layout.sources import clean
 
     if any(isinstance(module, FSDP) for module in model.modules()):
         with FSDP.summon_full_params(model):

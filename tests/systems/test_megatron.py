@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardclip import GradClipper, ReplicaMismatchError, clip_grad_norm_
-from shardclip.adapters import megatron as adapter
+from shardclip.layout.adapters import megatron as adapter
 from tests.ranks import count_collectives, everywhere, raised_everywhere
 from tests.ranks.tensors import coefficient, exact_norm
 from tests.ranks.unsharded import assert_norm, assert_one_all_reduce

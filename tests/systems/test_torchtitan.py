@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardclip import GradClipper, clip_grad_norm_
-from shardclip.adapters import torchtitan as adapter
+from shardclip.layout.adapters import torchtitan as adapter
 from tests.ranks import Collective, count_collectives, everywhere
 from tests.ranks.tensors import exact_norm, local_of, sharded
 from tests.ranks.unsharded import assert_norm, assert_one_all_reduce

@@ -198,7 +198,7 @@ def test_trains_as_the_unsharded_model(kind):
 def parameters_of(model):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    from shardclip.gradients import clean
+    from shardclip.layout.sources import clean
 
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):

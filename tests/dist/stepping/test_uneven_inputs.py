@@ -23,7 +23,7 @@ from shardclip import (
     get_total_norm,
     global_norm,
 )
-from shardclip.adapters import zero_redundancy
+from shardclip.layout.adapters import zero_redundancy
 from tests.dist.costs.test_unread_lanes import as_on_a_device
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.models import mlp

@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import adapters, gradients
-from .comm.world import World
-from .errors import problem
-from .gradients import Source
+from shardclip.comm.world import World
+from shardclip.errors import problem
+
+from . import adapters
+from . import sources as gradients
+from .sources import Source
 
 _UNNAMED = "group0.{}"
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardclip.comm.world import World
-from shardclip.gradients import Source, clean
-from shardclip.ownership import Ownership
+from shardclip.layout.ownership import Ownership
+from shardclip.layout.sources import Source, clean
 
 
 def _wrapped(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from shardclip import compat, ownership
+from shardclip import compat
+from shardclip.layout import ownership
 
 
 def check_layout(declared: object) -> tuple[DeviceMesh, tuple[Placement, ...]]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from . import adapters, compat
-from .comm.world import World
-from .gradients import Layout, Source
+from shardclip import compat
+from shardclip.comm.world import World
+
+from . import adapters
 from .ownership import Ownership, own
+from .sources import Layout, Source
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .notices import warn_once
+from shardclip.notices import warn_once
+
 from .ownership import Ownership
 
 # Inserted into parameter names by torch.compile, FSDP1, activation checkpointing and DDP.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardclip import extras
-from shardclip.gradients import Source, clean
-from shardclip.ownership import Ownership
+from shardclip.layout.ownership import Ownership
+from shardclip.layout.sources import Source, clean
 
 Read = Callable[[Tensor], Tensor | None]
 
