@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import compat, exactness
+from . import compat
 from .comm import reduce
 from .comm.reduce import Group
 from .comm.world import World
@@ -17,6 +17,7 @@ from .layout.sources import Layout, Source
 from .math import norm
 from .measure import Measured
 from .notices import warn_once
+from .plan import exactness
 from .scale import scale_
 from .single import measure_once, rounded
 

@@ -10,16 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import (
-    agreement,
-    compat,
-    exactness,
-    inspection,
-    loss_scaling,
-    optimizers,
-    uneven_inputs,
-    verdict,
-)
+from . import agreement, compat, inspection, loss_scaling, optimizers, uneven_inputs, verdict
 from .clip import NO_GRADIENTS, Parameters
 from .collect import Collector
 from .comm import reduce
@@ -37,6 +28,7 @@ from .math.exact import DOUBLE, SINGLE
 from .measure import Measured, start
 from .notices import warn_once
 from .pending import Begun, Judged, Pending
+from .plan import exactness
 from .record.record import Record
 from .result import ClipResult
 from .rules import thresholds

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import compat, exactness, loss_scaling, plan, uneven_inputs
+from . import compat, loss_scaling, uneven_inputs
 from .agreement import Agreement
 from .comm.payload import Lanes
 from .comm.world import World
@@ -20,7 +20,8 @@ from .layout.planner import Planner
 from .layout.sources import Source
 from .math import norm
 from .overlap import Overlap
-from .plan import Plan
+from .plan import exactness, plan
+from .plan.plan import Plan
 from .strays import Strays
 
 

@@ -20,7 +20,7 @@ from .comm.world import World
 from .copies import bits as drift
 from .layout import adapters
 from .measure import Measured
-from .seats import Seat
+from .plan.seats import Seat
 
 _MOST = 8  # tensors that are looked at closely
 _BLOCKS = 16  # of each, blocks whose values are compared

@@ -20,7 +20,7 @@ from .copies import samples
 from .errors import problem
 from .layout import adapters
 from .math import exact, fingerprints, norm
-from .plan import Plan, locals_of, readings
+from .plan.plan import Plan, locals_of, readings
 
 
 @dataclass

@@ -26,8 +26,8 @@ from . import compat, kernels
 from .comm.world import World
 from .layout.sources import Source
 from .math import norm
-from .plan import Plan
-from .seats import Seat, cut
+from .plan.plan import Plan
+from .plan.seats import Seat, cut
 
 Build = Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel]
 

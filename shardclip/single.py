@@ -7,16 +7,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import kept_plans, plan, uneven_inputs, verdict
+from . import uneven_inputs, verdict
 from .comm.payload import Lanes
 from .comm.world import World
-from .exactness import accept, builder
 from .layout.planner import Planner
 from .layout.sources import Layout, Source
 from .math import norm
 from .math.exact import DOUBLE
 from .measure import Measured, measure
 from .notices import warn_once
+from .plan import cache as kept_plans
+from .plan import plan
+from .plan.exactness import accept, builder
 
 _SLOTS_EXACT = 64  # each of their lanes takes many integers
 

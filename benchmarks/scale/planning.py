@@ -24,13 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardclip
 from benchmarks.cases import Llama, Shape
-from shardclip import plan
 from shardclip.comm.world import World
 from shardclip.layout.ownership import segment
 from shardclip.layout.planner import Planner
 from shardclip.layout.sources import of_iterable
-from shardclip.plan import Plan
-from shardclip.seats import Seat
+from shardclip.plan import plan
+from shardclip.plan.plan import Plan
+from shardclip.plan.seats import Seat
 
 from .replay import AXES, EnoughError, Layout, Replay
 

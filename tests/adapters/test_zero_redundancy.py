@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardclip import GradClipper, ReplicaMismatchError, plan
+from shardclip import GradClipper, ReplicaMismatchError
 from shardclip.layout.adapters import zero_redundancy
+from shardclip.plan import plan
 from tests.ranks import everywhere, on_ranks, raised_everywhere
 from tests.ranks.clippers import counted
 from tests.ranks.models import loss_of, mlp, unsharded_gradients

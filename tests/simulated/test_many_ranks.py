@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardclip import measure, plan
+from shardclip import measure
 from shardclip.comm.payload import Flags
 from shardclip.comm.world import World
 from shardclip.copies import proof as replicas
@@ -18,6 +18,7 @@ from shardclip.layout.ownership import Mesh, own, pieces_of, place
 from shardclip.layout.planner import Planner
 from shardclip.layout.sources import Source
 from shardclip.math.norm import is_maximum
+from shardclip.plan import plan
 
 CPU = torch.device("cpu")
 

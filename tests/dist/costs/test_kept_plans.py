@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardclip import ReplicaMismatchError, clip_grad_norm_, get_total_norm, kept_plans, plan
+from shardclip import ReplicaMismatchError, clip_grad_norm_, get_total_norm
+from shardclip.plan import cache as kept_plans
+from shardclip.plan import plan
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.models import loss_of, mlp
 from tests.ranks.tensors import exact_norm, mesh_of, parameter, sharded

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .copies import proof as replicas
-from .layout.ownership import Ownership, segment
-from .layout.sources import Source
+from shardclip.copies import proof as replicas
+from shardclip.layout.ownership import Ownership, segment
+from shardclip.layout.sources import Source
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import compat
-from .layout.sources import Source
+from shardclip import compat
+from shardclip.layout.sources import Source
+
 from .plan import Plan
 
 _MOST = 4  # sets of parameters; a plan keeps small tables on its device

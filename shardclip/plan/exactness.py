@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import kernels
-from .comm.world import World
-from .kernels import exact
-from .math.exact import SINGLE, Window, check_capacity
+from shardclip import kernels
+from shardclip.comm.world import World
+from shardclip.kernels import exact
+from shardclip.math.exact import SINGLE, Window, check_capacity
 
 
 def check(p: float, world: World) -> None:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from . import compat, kernels
-from .comm.payload import Lanes
-from .copies import proof as replicas
-from .errors import problem
-from .layout import adapters
-from .layout.ownership import Shares
-from .layout.planner import Planner, Settled
-from .layout.sources import Source
+from shardclip import compat, kernels
+from shardclip.comm.payload import Lanes
+from shardclip.copies import proof as replicas
+from shardclip.errors import problem
+from shardclip.layout import adapters
+from shardclip.layout.ownership import Shares
+from shardclip.layout.planner import Planner, Settled
+from shardclip.layout.sources import Source
+
 from .seats import Bucket, Seat, cut
 from .tables import Tables
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import compat, kernels
-from .comm.payload import Lanes
-from .copies import proof as replicas
-from .copies import samples
-from .copies.bits import Drift
-from .math import exact
+from shardclip import compat, kernels
+from shardclip.comm.payload import Lanes
+from shardclip.copies import proof as replicas
+from shardclip.copies import samples
+from shardclip.copies.bits import Drift
+from shardclip.math import exact
+
 from .seats import Bucket, Seat
 
 
