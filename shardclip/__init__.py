@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .comm.reduce import SELF
     from .errors import NonFiniteGradientError, ReplicaMismatchError
     from .per_tensor import PerTensorClipper, clip_grad_per_tensor_norm_
-    from .result import ClipResult
+    from .step.result import ClipResult
     from .value import clip_grad_value_
 
 # Loaded on first use, so that `import shardclip` never imports torch (login nodes have none).
@@ -43,7 +43,7 @@ _HOME = {
     "AdaptiveGradClipper": "agc",
     "GradClipper": "clipper",
     "PerTensorClipper": "per_tensor",
-    "ClipResult": "result",
+    "ClipResult": "step.result",
     "NonFiniteGradientError": "errors",
     "ReplicaMismatchError": "errors",
     "SELF": "comm.reduce",

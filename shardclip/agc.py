@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, verdict
+from . import compat
 from .clip import Parameters
 from .clipper import GradClipper
 from .comm import reduce
@@ -18,7 +18,8 @@ from .errors import problem
 from .layout.adapters import dtensor
 from .layout.sources import Layout, Source
 from .math import norm
-from .pending import Judged
+from .step import verdict
+from .step.pending import Judged
 
 
 class AdaptiveGradClipper:

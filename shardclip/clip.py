@@ -15,11 +15,11 @@ from .layout import adapters, trees
 from .layout import sources as gradients
 from .layout.sources import Layout, Source
 from .math import norm
-from .measure import Measured
 from .notices import warn_once
 from .plan import exactness
-from .scale import scale_
-from .single import measure_once, rounded
+from .step.measure import Measured
+from .step.scale import scale_
+from .step.single import measure_once, rounded
 
 Parameters = nn.Module | Tensor | Iterable[Any]
 """A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""

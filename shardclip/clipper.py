@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import agreement, compat, inspection, loss_scaling, optimizers, uneven_inputs, verdict
+from . import compat
 from .clip import NO_GRADIENTS, Parameters
-from .collect import Collector
 from .comm import reduce
 from .comm.payload import Lanes
 from .comm.reduce import Group
@@ -25,17 +24,19 @@ from .layout.planner import Planner
 from .layout.sources import Layout
 from .math import norm
 from .math.exact import DOUBLE, SINGLE
-from .measure import Measured, start
 from .notices import warn_once
-from .pending import Begun, Judged, Pending
 from .plan import exactness
 from .record.record import Record
-from .result import ClipResult
 from .rules import thresholds
 from .rules.thresholds import Limit, Rule
-from .scale import scale_
-from .skips import Skips
-from .strays import Strays
+from .step import agreement, inspection, loss_scaling, optimizers, uneven_inputs, verdict
+from .step.collect import Collector
+from .step.measure import Measured, start
+from .step.pending import Begun, Judged, Pending
+from .step.result import ClipResult
+from .step.scale import scale_
+from .step.skips import Skips
+from .step.strays import Strays
 
 POLICIES = ("propagate", "raise", "skip")
 

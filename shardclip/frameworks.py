@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .layout.adapters import deepspeed, deepspeed_step, megatron
-from .scale import scale_
+from .step.scale import scale_
 
 Self = TypeVar("Self", bound="FromFrameworks")
 

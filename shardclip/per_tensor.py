@@ -13,10 +13,10 @@ from .comm.reduce import Group
 from .layout import adapters
 from .layout.sources import Layout
 from .math import norm
-from .pending import Judged
-from .result import ClipResult
 from .rules import thresholds
-from .scale import scale_
+from .step.pending import Judged
+from .step.result import ClipResult
+from .step.scale import scale_
 
 TensorLimit = float | Callable[[Tensor], float]
 """A threshold for every tensor, or a function from the parameter to its own."""

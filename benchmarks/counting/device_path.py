@@ -6,8 +6,8 @@ from unittest import mock
 
 import shardclip.kernels.blocked
 import shardclip.kernels.foreach
-import shardclip.measure
-import shardclip.verdict
+import shardclip.step.measure
+import shardclip.step.verdict
 
 
 @contextmanager
@@ -19,8 +19,8 @@ def as_on_a_device() -> Iterator[None]:
     """
     kernels = shardclip.kernels
     with (
-        mock.patch.object(shardclip.measure, "reads_are_free", return_value=False),
-        mock.patch.object(shardclip.verdict.Deferred, "settle"),
+        mock.patch.object(shardclip.step.measure, "reads_are_free", return_value=False),
+        mock.patch.object(shardclip.step.verdict.Deferred, "settle"),
         mock.patch.object(kernels.blocked, "PowerSums", kernels.foreach.PowerSums),
     ):
         yield

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardclip import extras
 from shardclip.clipper import GradClipper
-from shardclip.result import ClipResult
+from shardclip.step.result import ClipResult
 
 from .clipping import Clipping
 

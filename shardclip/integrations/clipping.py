@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardclip.clipper import GradClipper
-from shardclip.result import ClipResult
+from shardclip.step.result import ClipResult
 
 
 class Clipping:

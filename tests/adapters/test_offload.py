@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from shardclip import compat, scale
+from shardclip import compat
 from shardclip.comm import reduce
 from shardclip.copies import proof as replicas
 from shardclip.kernels import foreach
+from shardclip.step import scale
 from tests.ranks import on_ranks
 from tests.ranks.models import loss_of, mlp, unsharded_gradients
 from tests.ranks.tensors import exact_norm, mesh_of, parameter

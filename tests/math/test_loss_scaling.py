@@ -7,17 +7,17 @@ import torch
 from torch import nn, optim
 from torch.amp import GradScaler
 
-from shardclip import loss_scaling
-from shardclip.loss_scaling import (
+from shardclip.math import norm
+from shardclip.step import loss_scaling
+from shardclip.step.loss_scaling import (
     check_members,
     inverse_scale,
     mark_unscaled,
     resolve,
     step_with_scaler,
 )
-from shardclip.math import norm
-from shardclip.optimizers import factor_group
-from shardclip.scale import scale_
+from shardclip.step.optimizers import factor_group
+from shardclip.step.scale import scale_
 from tests.math.accelerator import accelerator, no_host_sync
 
 F = torch.tensor

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from shardclip.scale import scale_
+from shardclip.step.scale import scale_
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from shardclip import kernels, scale
+from shardclip import kernels
 from shardclip.kernels import foreach, fused, programs
+from shardclip.step import scale
 
 from .test_kernels import exact, norm_bound
 

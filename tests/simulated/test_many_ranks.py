@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardclip import measure
 from shardclip.comm.payload import Flags
 from shardclip.comm.world import World
 from shardclip.copies import proof as replicas
@@ -19,6 +18,7 @@ from shardclip.layout.planner import Planner
 from shardclip.layout.sources import Source
 from shardclip.math.norm import is_maximum
 from shardclip.plan import plan
+from shardclip.step import measure
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,9 @@ from shardclip import (
     ReplicaMismatchError,
     clip_grad_norm_,
     kernels,
-    measure,
-    single,
 )
 from shardclip.kernels import foreach
+from shardclip.step import measure, single
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.tensors import S0, local_of, mesh_of, parameter, sharded
 

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardclip import GradClipper, agreement
+from shardclip import GradClipper
 from shardclip.comm import missing_ranks as roll_call
 from shardclip.comm import reduce
+from shardclip.step import agreement
 from tests.ranks import everywhere, on_ranks
 from tests.ranks.collectives import count_collectives
 

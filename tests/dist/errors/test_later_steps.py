@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardclip import GradClipper, ReplicaMismatchError, get_total_norm, global_norm, overlap
+from shardclip import GradClipper, ReplicaMismatchError, get_total_norm, global_norm
+from shardclip.step import overlap
 from tests.ranks import on_ranks, raised_everywhere
 from tests.ranks.clippers import counted, shard
 from tests.ranks.tensors import exact_norm, local_of, mesh_of, parameter, sharded
@@ -57,7 +58,7 @@ def test_a_failure_while_summing_on_one_rank(where):
     clipper = GradClipper([("w", made)], 1.0)
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == 1:
-        patch.setattr(f"shardclip.measure.{where}", _out_of_memory)
+        patch.setattr(f"shardclip.step.measure.{where}", _out_of_memory)
     try:
         raised_everywhere(clipper.clip_, ValueError, "out of memory", "rank 1")
     finally:

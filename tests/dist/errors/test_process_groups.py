@@ -11,16 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from shardclip import (
-    SELF,
-    AdaptiveGradClipper,
-    GradClipper,
-    PerTensorClipper,
-    clip_grad_norm_,
-    single,
-)
+from shardclip import SELF, AdaptiveGradClipper, GradClipper, PerTensorClipper, clip_grad_norm_
 from shardclip.comm import reduce
 from shardclip.rules import adaptive
+from shardclip.step import single
 from tests.ranks.pool import CALL_LIMIT_S, RankPool
 from tests.ranks.tensors import parameter
 

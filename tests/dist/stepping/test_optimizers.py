@@ -15,10 +15,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from shardclip import get_total_norm
 from shardclip.compat import local_tensors
-from shardclip.loss_scaling import inverse_scale, mark_unscaled, resolve, step_with_scaler
 from shardclip.math import norm
-from shardclip.optimizers import factor_group, step_plain, step_scaled
-from shardclip.scale import scale_
+from shardclip.step.loss_scaling import inverse_scale, mark_unscaled, resolve, step_with_scaler
+from shardclip.step.optimizers import factor_group, step_plain, step_scaled
+from shardclip.step.scale import scale_
 from tests.ranks import count_collectives, everywhere, on_ranks, same_everywhere
 from tests.ranks.models import loss_of, mlp
 from tests.ranks.tensors import exact_norm, local_of, mesh_of

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardclip import GradClipper, overlap
+from shardclip import GradClipper
+from shardclip.step import overlap
 from tests.ranks import count_collectives, on_ranks
 from tests.ranks.models import loss_of, mlp
 from tests.ranks.tensors import exact_norm, local_of, mesh_of

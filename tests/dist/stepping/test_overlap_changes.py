@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from shardclip import GradClipper, clip_grad_norm_, overlap
+from shardclip import GradClipper, clip_grad_norm_
+from shardclip.step import overlap
 from tests.ranks import on_ranks
 from tests.ranks.tensors import exact_norm, local_of, mesh_of
 

@@ -16,8 +16,8 @@ from shardclip import (
     ReplicaMismatchError,
     get_total_norm,
     global_norm,
-    overlap,
 )
+from shardclip.step import overlap
 from tests.ranks import (
     count_collectives,
     everywhere,

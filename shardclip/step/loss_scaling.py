@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import compat, optimizers
+from shardclip import compat
+
+from . import optimizers
 
 _STAGES: Any = getattr(torch.amp.grad_scaler, "OptState", None)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from . import compat
+from shardclip import compat
+
 from .scale import scale_
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)

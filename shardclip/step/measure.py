@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
-from .comm import reduce
-from .comm.payload import Flags
-from .comm.world import World
-from .copies import proof as replicas
-from .copies import samples
-from .errors import problem
-from .layout import adapters
-from .math import exact, fingerprints, norm
-from .plan.plan import Plan, locals_of, readings
+from shardclip import compat
+from shardclip.comm import reduce
+from shardclip.comm.payload import Flags
+from shardclip.comm.world import World
+from shardclip.copies import proof as replicas
+from shardclip.copies import samples
+from shardclip.errors import problem
+from shardclip.layout import adapters
+from shardclip.math import exact, fingerprints, norm
+from shardclip.plan.plan import Plan, locals_of, readings
 
 
 @dataclass

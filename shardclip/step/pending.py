@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from shardclip.comm.world import World
+from shardclip.rules.thresholds import Limit
+
 from .collect import Collected
-from .comm.world import World
 from .measure import Measured, Started
 from .result import ClipResult
-from .rules.thresholds import Limit
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from . import inspection, kernels
-from .comm import reduce
-from .comm.world import World
-from .compat import HostCopy, on_host
-from .copies import bits as drift
-from .copies import proof as replicas
-from .errors import NonFiniteGradientError, ReplicaMismatchError
+from shardclip import kernels
+from shardclip.comm import reduce
+from shardclip.comm.world import World
+from shardclip.compat import HostCopy, on_host
+from shardclip.copies import bits as drift
+from shardclip.copies import proof as replicas
+from shardclip.errors import NonFiniteGradientError, ReplicaMismatchError
+from shardclip.math.norm import is_maximum
+
+from . import inspection
 from .inspection import listed
-from .math.norm import is_maximum
 from .measure import Measured
 
 _MEND = (

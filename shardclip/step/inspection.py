@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
-from .comm import reduce
-from .comm.world import World
-from .copies import bits as drift
-from .layout import adapters
+from shardclip import compat
+from shardclip.comm import reduce
+from shardclip.comm.world import World
+from shardclip.copies import bits as drift
+from shardclip.layout import adapters
+from shardclip.plan.seats import Seat
+
 from .measure import Measured
-from .plan.seats import Seat
 
 _MOST = 8  # tensors that are looked at closely
 _BLOCKS = 16  # of each, blocks whose values are compared

@@ -7,18 +7,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shardclip.comm.payload import Lanes
+from shardclip.comm.world import World
+from shardclip.layout.planner import Planner
+from shardclip.layout.sources import Layout, Source
+from shardclip.math import norm
+from shardclip.math.exact import DOUBLE
+from shardclip.notices import warn_once
+from shardclip.plan import cache as kept_plans
+from shardclip.plan import plan
+from shardclip.plan.exactness import accept, builder
+
 from . import uneven_inputs, verdict
-from .comm.payload import Lanes
-from .comm.world import World
-from .layout.planner import Planner
-from .layout.sources import Layout, Source
-from .math import norm
-from .math.exact import DOUBLE
 from .measure import Measured, measure
-from .notices import warn_once
-from .plan import cache as kept_plans
-from .plan import plan
-from .plan.exactness import accept, builder
 
 _SLOTS_EXACT = 64  # each of their lanes takes many integers
 

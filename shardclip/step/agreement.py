@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, verdict
-from ._version import __version__
-from .comm import messages, reduce
-from .comm.world import World
-from .errors import problem
+from shardclip import compat
+from shardclip._version import __version__
+from shardclip.comm import messages, reduce
+from shardclip.comm.world import World
+from shardclip.errors import problem
+from shardclip.layout.planner import Planner
+from shardclip.layout.sources import Source
+
+from . import verdict
 from .inspection import listed
-from .layout.planner import Planner
-from .layout.sources import Source
 
 _MOST_SLOTS = 1024  # beyond this, tensors share slots
 _MOST_SLOTS_EXACT = 128  # where each lane takes many integers

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat, kernels
-from .comm.world import World
-from .layout.sources import Source
-from .math import norm
-from .plan.plan import Plan
-from .plan.seats import Seat, cut
+from shardclip import compat, kernels
+from shardclip.comm.world import World
+from shardclip.layout.sources import Source
+from shardclip.math import norm
+from shardclip.plan.plan import Plan
+from shardclip.plan.seats import Seat, cut
 
 Build = Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel]
 

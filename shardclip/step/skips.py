@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from .compat import HostCopy, is_capturing
-from .errors import NonFiniteGradientError
+from shardclip.compat import HostCopy, is_capturing
+from shardclip.errors import NonFiniteGradientError
 
 
 class Skips:

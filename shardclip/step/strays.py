@@ -15,11 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import compat, optimizers
-from .layout import adapters
-from .layout import sources as gradients
-from .layout.adapters import Read
-from .layout.sources import Source, clean
+from shardclip import compat
+from shardclip.layout import adapters
+from shardclip.layout import sources as gradients
+from shardclip.layout.adapters import Read
+from shardclip.layout.sources import Source, clean
+
+from . import optimizers
 
 _CHANGES = (
     "a new layer, head or adapter, load_state_dict(assign=True), to_empty, weight_norm, "

@@ -8,20 +8,22 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import compat, loss_scaling, uneven_inputs
+from shardclip import compat
+from shardclip.comm.payload import Lanes
+from shardclip.comm.world import World
+from shardclip.errors import problem
+from shardclip.layout import adapters
+from shardclip.layout import sources as gradients
+from shardclip.layout.adapters import Read
+from shardclip.layout.planner import Planner
+from shardclip.layout.sources import Source
+from shardclip.math import norm
+from shardclip.plan import exactness, plan
+from shardclip.plan.plan import Plan
+
+from . import loss_scaling, uneven_inputs
 from .agreement import Agreement
-from .comm.payload import Lanes
-from .comm.world import World
-from .errors import problem
-from .layout import adapters
-from .layout import sources as gradients
-from .layout.adapters import Read
-from .layout.planner import Planner
-from .layout.sources import Source
-from .math import norm
 from .overlap import Overlap
-from .plan import exactness, plan
-from .plan.plan import Plan
 from .strays import Strays
 
 

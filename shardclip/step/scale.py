@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import kernels
-from .compat import on_host, to_device
+from shardclip import kernels
+from shardclip.compat import on_host, to_device
 
 # Below this a coefficient is no normal float32 any more, and is applied in two steps.
 _TINY = 2.0**-100

@@ -7,10 +7,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from shardclip.record.outcome import Heading, Outcome
+
 from . import verdict
 from .inspection import NonFinite
 from .measure import Measured
-from .record.outcome import Heading, Outcome
 
 
 class ClipResult:
