@@ -15,34 +15,34 @@ if TYPE_CHECKING:
     from . import pictures as pictures
     from . import record as record
     from . import run_file as run_file
-    from .agc import AdaptiveGradClipper, adaptive_clip_grad_
-    from .clip import (
+    from .clipping.agc import AdaptiveGradClipper, adaptive_clip_grad_
+    from .clipping.clipper import GradClipper
+    from .clipping.functions import (
         clip_by_global_norm,
         clip_grad_norm_,
         clip_grads_with_norm_,
         get_total_norm,
         global_norm,
     )
-    from .clipper import GradClipper
+    from .clipping.per_tensor import PerTensorClipper, clip_grad_per_tensor_norm_
+    from .clipping.value import clip_grad_value_
     from .comm.reduce import SELF
     from .errors import NonFiniteGradientError, ReplicaMismatchError
-    from .per_tensor import PerTensorClipper, clip_grad_per_tensor_norm_
     from .step.result import ClipResult
-    from .value import clip_grad_value_
 
 # Loaded on first use, so that `import shardclip` never imports torch (login nodes have none).
 _HOME = {
-    "adaptive_clip_grad_": "agc",
-    "clip_by_global_norm": "clip",
-    "clip_grad_norm_": "clip",
-    "clip_grad_per_tensor_norm_": "per_tensor",
-    "clip_grad_value_": "value",
-    "clip_grads_with_norm_": "clip",
-    "get_total_norm": "clip",
-    "global_norm": "clip",
-    "AdaptiveGradClipper": "agc",
-    "GradClipper": "clipper",
-    "PerTensorClipper": "per_tensor",
+    "adaptive_clip_grad_": "clipping.agc",
+    "clip_by_global_norm": "clipping.functions",
+    "clip_grad_norm_": "clipping.functions",
+    "clip_grad_per_tensor_norm_": "clipping.per_tensor",
+    "clip_grad_value_": "clipping.value",
+    "clip_grads_with_norm_": "clipping.functions",
+    "get_total_norm": "clipping.functions",
+    "global_norm": "clipping.functions",
+    "AdaptiveGradClipper": "clipping.agc",
+    "GradClipper": "clipping.clipper",
+    "PerTensorClipper": "clipping.per_tensor",
     "ClipResult": "step.result",
     "NonFiniteGradientError": "errors",
     "ReplicaMismatchError": "errors",

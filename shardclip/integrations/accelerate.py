@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardclip import extras
-from shardclip.clipper import GradClipper
+from shardclip.clipping.clipper import GradClipper
 from shardclip.step.result import ClipResult
 
 from .clipping import Clipping

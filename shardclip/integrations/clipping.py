@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardclip.clipper import GradClipper
+from shardclip.clipping.clipper import GradClipper
 from shardclip.step.result import ClipResult
 
 

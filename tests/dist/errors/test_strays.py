@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from shardclip import GradClipper, clip_grad_norm_, clip_grad_value_
-from shardclip.agc import AdaptiveGradClipper
-from shardclip.per_tensor import PerTensorClipper
+from shardclip.clipping.agc import AdaptiveGradClipper
+from shardclip.clipping.per_tensor import PerTensorClipper
 from tests.ranks import on_ranks, raised_everywhere
 from tests.ranks.clippers import counted, shard
 from tests.ranks.models import average_, loss_of, mlp

@@ -6,17 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
-from .clip import Parameters
+from shardclip import compat
+from shardclip.comm.reduce import Group
+from shardclip.layout import adapters
+from shardclip.layout.sources import Layout
+from shardclip.math import norm
+from shardclip.rules import thresholds
+from shardclip.step.pending import Judged
+from shardclip.step.result import ClipResult
+from shardclip.step.scale import scale_
+
 from .clipper import GradClipper
-from .comm.reduce import Group
-from .layout import adapters
-from .layout.sources import Layout
-from .math import norm
-from .rules import thresholds
-from .step.pending import Judged
-from .step.result import ClipResult
-from .step.scale import scale_
+from .functions import Parameters
 
 TensorLimit = float | Callable[[Tensor], float]
 """A threshold for every tensor, or a function from the parameter to its own."""

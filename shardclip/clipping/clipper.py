@@ -10,33 +10,34 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from . import compat
-from .clip import NO_GRADIENTS, Parameters
-from .comm import reduce
-from .comm.payload import Lanes
-from .comm.reduce import Group
-from .errors import NonFiniteGradientError
-from .frameworks import FromFrameworks
-from .layout import sources as gradients
-from .layout.adapters import Read
-from .layout.param_groups import grouped
-from .layout.planner import Planner
-from .layout.sources import Layout
-from .math import norm
-from .math.exact import DOUBLE, SINGLE
-from .notices import warn_once
-from .plan import exactness
-from .record.record import Record
-from .rules import thresholds
-from .rules.thresholds import Limit, Rule
-from .step import agreement, inspection, loss_scaling, optimizers, uneven_inputs, verdict
-from .step.collect import Collector
-from .step.measure import Measured, start
-from .step.pending import Begun, Judged, Pending
-from .step.result import ClipResult
-from .step.scale import scale_
-from .step.skips import Skips
-from .step.strays import Strays
+from shardclip import compat
+from shardclip.comm import reduce
+from shardclip.comm.payload import Lanes
+from shardclip.comm.reduce import Group
+from shardclip.errors import NonFiniteGradientError
+from shardclip.layout import sources as gradients
+from shardclip.layout.adapters import Read
+from shardclip.layout.param_groups import grouped
+from shardclip.layout.planner import Planner
+from shardclip.layout.sources import Layout
+from shardclip.math import norm
+from shardclip.math.exact import DOUBLE, SINGLE
+from shardclip.notices import warn_once
+from shardclip.plan import exactness
+from shardclip.record.record import Record
+from shardclip.rules import thresholds
+from shardclip.rules.thresholds import Limit, Rule
+from shardclip.step import agreement, inspection, loss_scaling, optimizers, uneven_inputs, verdict
+from shardclip.step.collect import Collector
+from shardclip.step.measure import Measured, start
+from shardclip.step.pending import Begun, Judged, Pending
+from shardclip.step.result import ClipResult
+from shardclip.step.scale import scale_
+from shardclip.step.skips import Skips
+from shardclip.step.strays import Strays
+
+from .from_frameworks import FromFrameworks
+from .functions import NO_GRADIENTS, Parameters
 
 POLICIES = ("propagate", "raise", "skip")
 

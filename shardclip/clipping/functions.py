@@ -6,20 +6,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import compat
-from .comm import reduce
-from .comm.reduce import Group
-from .comm.world import World
-from .errors import problem
-from .layout import adapters, trees
-from .layout import sources as gradients
-from .layout.sources import Layout, Source
-from .math import norm
-from .notices import warn_once
-from .plan import exactness
-from .step.measure import Measured
-from .step.scale import scale_
-from .step.single import measure_once, rounded
+from shardclip import compat
+from shardclip.comm import reduce
+from shardclip.comm.reduce import Group
+from shardclip.comm.world import World
+from shardclip.errors import problem
+from shardclip.layout import adapters, trees
+from shardclip.layout import sources as gradients
+from shardclip.layout.sources import Layout, Source
+from shardclip.math import norm
+from shardclip.notices import warn_once
+from shardclip.plan import exactness
+from shardclip.step.measure import Measured
+from shardclip.step.scale import scale_
+from shardclip.step.single import measure_once, rounded
 
 Parameters = nn.Module | Tensor | Iterable[Any]
 """A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""

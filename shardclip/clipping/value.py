@@ -5,13 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from . import compat
-from .clip import Parameters
-from .comm import reduce
-from .layout import adapters
-from .layout import sources as gradients
-from .layout.sources import Source
-from .math import norm
+from shardclip import compat
+from shardclip.comm import reduce
+from shardclip.layout import adapters
+from shardclip.layout import sources as gradients
+from shardclip.layout.sources import Source
+from shardclip.math import norm
+
+from .functions import Parameters
 
 
 @torch.no_grad()

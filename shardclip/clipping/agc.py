@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
-from .clip import Parameters
+from shardclip import compat
+from shardclip.comm import reduce
+from shardclip.comm.reduce import Group
+from shardclip.errors import problem
+from shardclip.layout.adapters import dtensor
+from shardclip.layout.sources import Layout, Source
+from shardclip.math import norm
+from shardclip.step import verdict
+from shardclip.step.pending import Judged
+
 from .clipper import GradClipper
-from .comm import reduce
-from .comm.reduce import Group
-from .errors import problem
-from .layout.adapters import dtensor
-from .layout.sources import Layout, Source
-from .math import norm
-from .step import verdict
-from .step.pending import Judged
+from .functions import Parameters
 
 
 class AdaptiveGradClipper:
