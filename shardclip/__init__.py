@@ -15,39 +15,31 @@ if TYPE_CHECKING:
     from . import pictures as pictures
     from . import record as record
     from . import run_file as run_file
-    from .clipping.agc import AdaptiveGradClipper, adaptive_clip_grad_
-    from .clipping.clipper import GradClipper
-    from .clipping.functions import (
+    from .clipping import (
+        AdaptiveGradClipper,
+        GradClipper,
+        PerTensorClipper,
+        adaptive_clip_grad_,
         clip_by_global_norm,
         clip_grad_norm_,
+        clip_grad_per_tensor_norm_,
+        clip_grad_value_,
         clip_grads_with_norm_,
         get_total_norm,
         global_norm,
     )
-    from .clipping.per_tensor import PerTensorClipper, clip_grad_per_tensor_norm_
-    from .clipping.value import clip_grad_value_
-    from .comm.reduce import SELF
+    from .comm import SELF
     from .errors import NonFiniteGradientError, ReplicaMismatchError
-    from .step.result import ClipResult
+    from .step import ClipResult
 
 # Loaded on first use, so that `import shardclip` never imports torch (login nodes have none).
 _HOME = {
-    "adaptive_clip_grad_": "clipping.agc",
-    "clip_by_global_norm": "clipping.functions",
-    "clip_grad_norm_": "clipping.functions",
-    "clip_grad_per_tensor_norm_": "clipping.per_tensor",
-    "clip_grad_value_": "clipping.value",
-    "clip_grads_with_norm_": "clipping.functions",
-    "get_total_norm": "clipping.functions",
-    "global_norm": "clipping.functions",
-    "AdaptiveGradClipper": "clipping.agc",
-    "GradClipper": "clipping.clipper",
-    "PerTensorClipper": "clipping.per_tensor",
-    "ClipResult": "step.result",
+    "ClipResult": "step",
     "NonFiniteGradientError": "errors",
     "ReplicaMismatchError": "errors",
-    "SELF": "comm.reduce",
+    "SELF": "comm",
 }
+"""Where a public name is found; the others in `clipping`."""
 
 _MODULES = frozenset(
     {
@@ -90,9 +82,9 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "launch")):
 def _found(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'shardclip' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_HOME.get(name, 'clipping')}", __name__), name)
     globals()[name] = value
     return value
 

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardclip.record import Run, RunFileError
+
 from ._version import __version__
 from .record import run_file
-from .record.run_file import Run, RunFileError
 
 OK, REFUSED = 0, 2
 

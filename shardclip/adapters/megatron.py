@@ -1,5 +1,5 @@
-"""As users import it."""
+"""Megatron-core's conventions, as users import them."""
 
-from shardclip.layout.adapters.megatron import layout
+from shardclip.layout.adapters.megatron import layout, read
 
-__all__ = ["layout"]
+__all__ = ["layout", "read"]

@@ -1,4 +1,4 @@
-"""As users import it."""
+"""torchtitan, as users import it."""
 
 from shardclip.layout.adapters.torchtitan import layout
 

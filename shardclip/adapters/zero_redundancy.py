@@ -1,4 +1,4 @@
-"""As users import it."""
+"""ZeroRedundancyOptimizer, as users import it."""
 
 from shardclip.layout.adapters.zero_redundancy import layout
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from shardclip import compat
-from shardclip.comm import reduce
-from shardclip.comm.reduce import Group
+from shardclip.comm import Group, reduce
 from shardclip.errors import problem
-from shardclip.layout.adapters import dtensor
-from shardclip.layout.sources import Layout, Source
+from shardclip.layout import Layout, Source, dtensor
 from shardclip.math import norm
-from shardclip.step import verdict
-from shardclip.step.pending import Judged
+from shardclip.step import Judged, verdict
 
 from .clipper import GradClipper
 from .functions import Parameters

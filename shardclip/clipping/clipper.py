@@ -11,30 +11,33 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from shardclip import compat
-from shardclip.comm import reduce
-from shardclip.comm.payload import Lanes
-from shardclip.comm.reduce import Group
+from shardclip.comm import Group, Lanes, reduce
 from shardclip.errors import NonFiniteGradientError
+from shardclip.layout import Layout, Planner, Read, grouped
 from shardclip.layout import sources as gradients
-from shardclip.layout.adapters import Read
-from shardclip.layout.param_groups import grouped
-from shardclip.layout.planner import Planner
-from shardclip.layout.sources import Layout
-from shardclip.math import norm
-from shardclip.math.exact import DOUBLE, SINGLE
+from shardclip.math import DOUBLE, SINGLE, norm
 from shardclip.notices import warn_once
 from shardclip.plan import exactness
-from shardclip.record.record import Record
-from shardclip.rules import thresholds
-from shardclip.rules.thresholds import Limit, Rule
-from shardclip.step import agreement, inspection, loss_scaling, optimizers, uneven_inputs, verdict
-from shardclip.step.collect import Collector
-from shardclip.step.measure import Measured, start
-from shardclip.step.pending import Begun, Judged, Pending
-from shardclip.step.result import ClipResult
-from shardclip.step.scale import scale_
-from shardclip.step.skips import Skips
-from shardclip.step.strays import Strays
+from shardclip.record import Record
+from shardclip.rules import Limit, Rule, thresholds
+from shardclip.step import (
+    Begun,
+    ClipResult,
+    Collector,
+    Judged,
+    Measured,
+    Pending,
+    Skips,
+    Strays,
+    agreement,
+    inspection,
+    loss_scaling,
+    optimizers,
+    scale_,
+    start,
+    uneven_inputs,
+    verdict,
+)
 
 from .from_frameworks import FromFrameworks
 from .functions import NO_GRADIENTS, Parameters

@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from shardclip.layout.adapters import deepspeed, deepspeed_step, megatron
-from shardclip.step.scale import scale_
+from shardclip.layout import deepspeed, deepspeed_step, megatron
+from shardclip.step import scale_
 
 Self = TypeVar("Self", bound="FromFrameworks")
 

@@ -7,19 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from shardclip import compat
-from shardclip.comm import reduce
-from shardclip.comm.reduce import Group
-from shardclip.comm.world import World
+from shardclip.comm import Group, World, reduce
 from shardclip.errors import problem
-from shardclip.layout import adapters, trees
+from shardclip.layout import Layout, Source, adapters, trees
 from shardclip.layout import sources as gradients
-from shardclip.layout.sources import Layout, Source
 from shardclip.math import norm
 from shardclip.notices import warn_once
 from shardclip.plan import exactness
-from shardclip.step.measure import Measured
-from shardclip.step.scale import scale_
-from shardclip.step.single import measure_once, rounded
+from shardclip.step import Measured, measure_once, rounded, scale_
 
 Parameters = nn.Module | Tensor | Iterable[Any]
 """A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""

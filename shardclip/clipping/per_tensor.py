@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 from shardclip import compat
-from shardclip.comm.reduce import Group
-from shardclip.layout import adapters
-from shardclip.layout.sources import Layout
+from shardclip.comm import Group
+from shardclip.layout import Layout, adapters
 from shardclip.math import norm
 from shardclip.rules import thresholds
-from shardclip.step.pending import Judged
-from shardclip.step.result import ClipResult
-from shardclip.step.scale import scale_
+from shardclip.step import ClipResult, Judged, scale_
 
 from .clipper import GradClipper
 from .functions import Parameters

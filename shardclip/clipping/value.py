@@ -7,9 +7,8 @@ from torch import Tensor
 
 from shardclip import compat
 from shardclip.comm import reduce
-from shardclip.layout import adapters
+from shardclip.layout import Source, adapters
 from shardclip.layout import sources as gradients
-from shardclip.layout.sources import Source
 from shardclip.math import norm
 
 from .functions import Parameters

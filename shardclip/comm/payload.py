@@ -16,8 +16,7 @@ from torch import Tensor
 from shardclip.compat import constant, on_host, to_device
 from shardclip.copies import bits as drift
 from shardclip.copies import proof as replicas
-from shardclip.math import exact, fingerprints
-from shardclip.math.digits import ALONE, Digits
+from shardclip.math import ALONE, Digits, exact, fingerprints
 
 from .world import World
 

@@ -4,3 +4,8 @@ In come tensors that several ranks hold, out come lanes whose sum over the ranks
 are the same. `samples` chooses values by a tensor's shape, `proof` folds them into the *slot* of
 lanes that is the tensor's own; `bits` compares everything.
 """
+
+from . import bits, proof, samples
+from .bits import Drift
+
+__all__ = ["Drift", "bits", "proof", "samples"]

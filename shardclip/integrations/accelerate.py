@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardclip import extras
-from shardclip.clipping.clipper import GradClipper
-from shardclip.step.result import ClipResult
+from shardclip.clipping import GradClipper
+from shardclip.step import ClipResult
 
 from .clipping import Clipping
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardclip.clipping.clipper import GradClipper
-from shardclip.step.result import ClipResult
+from shardclip.clipping import GradClipper
+from shardclip.step import ClipResult
 
 
 class Clipping:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardclip import extras
-from shardclip.step.optimizers import parameters_of
+from shardclip.step import parameters_of
 
 from .clipping import Clipping
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardclip.math.exact import Window
+from shardclip.math import Window
 
 from . import blocked, exact, foreach
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardclip.compat import on_host, real_view, to_device
-from shardclip.math.norm import is_maximum
+from shardclip.math import is_maximum
 
 
 class PowerSums:

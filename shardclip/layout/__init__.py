@@ -4,3 +4,30 @@ In come modules, tensors, meshes and placements; out come *sources* (named param
 their gradients are) and which rank counts, and reads, which of their elements. `adapters` know the
 frameworks' tensors; `ownership` is pure geometry.
 """
+
+from . import adapters, sources, trees
+from .adapters import Read, deepspeed, deepspeed_step, dtensor, megatron
+from .ownership import Ownership, Shares, segment
+from .param_groups import grouped
+from .planner import Planner, Settled
+from .sources import Layout, Source, clean
+
+__all__ = [
+    "Layout",
+    "Ownership",
+    "Planner",
+    "Read",
+    "Settled",
+    "Shares",
+    "Source",
+    "adapters",
+    "clean",
+    "deepspeed",
+    "deepspeed_step",
+    "dtensor",
+    "grouped",
+    "megatron",
+    "segment",
+    "sources",
+    "trees",
+]

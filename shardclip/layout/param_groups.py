@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardclip.comm.world import World
+from shardclip.comm import World
 from shardclip.errors import problem
 
 from . import adapters

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shardclip import compat
-from shardclip.comm.world import World
+from shardclip.comm import World
 
 from . import adapters
 from .ownership import Ownership, own

@@ -3,3 +3,22 @@
 In come numbers and tensors, out come numbers and tensors: nothing here knows of ranks, parameters
 or plans.
 """
+
+from . import exact, fingerprints, norm
+from .digits import ALONE, Digits
+from .exact import DOUBLE, SINGLE, Window, check_capacity
+from .norm import check_max_norm, is_maximum
+
+__all__ = [
+    "ALONE",
+    "DOUBLE",
+    "SINGLE",
+    "Digits",
+    "Window",
+    "check_capacity",
+    "check_max_norm",
+    "exact",
+    "fingerprints",
+    "is_maximum",
+    "norm",
+]

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from shardclip import extras
-from shardclip.record.outcome import Outcome
-from shardclip.record.run_file import Run
+from shardclip.record import Outcome, Run
 
 from .series import Cells, Spike, alone, binned, by_group, median, running_share, window_of
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardclip.record.run_file import Run, RunFileError
+from shardclip.record import Run, RunFileError
 
 from .panels import (
     COLUMNS,

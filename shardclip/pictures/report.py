@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardclip import __version__
-from shardclip.record.run_file import Run, RunFileError
+from shardclip._version import __version__
+from shardclip.record import Run, RunFileError
 
 from . import suggest
 from .panels import (

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from shardclip.record.outcome import Outcome, combine
-from shardclip.record.run_file import Run
+from shardclip.record import Outcome, Run, combine
 
 USUAL, FACTOR, APART = 50, 3.0, 10
 """A spike's norm is ``FACTOR`` times the median of the ``USUAL`` steps before it. A spell of such

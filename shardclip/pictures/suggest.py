@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardclip.record.run_file import Run, RunFileError
+from shardclip.record import Run, RunFileError
 
 QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 FEWEST = 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardclip import compat
-from shardclip.layout.sources import Source
+from shardclip.layout import Source
 
 from .plan import Plan
 

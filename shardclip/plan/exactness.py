@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from shardclip import kernels
-from shardclip.comm.world import World
+from shardclip.comm import World
 from shardclip.kernels import exact
-from shardclip.math.exact import SINGLE, Window, check_capacity
+from shardclip.math import SINGLE, Window, check_capacity
 
 
 def check(p: float, world: World) -> None:

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from shardclip import compat, kernels
-from shardclip.comm.payload import Lanes
+from shardclip.comm import Lanes
 from shardclip.copies import proof as replicas
 from shardclip.errors import problem
-from shardclip.layout import adapters
-from shardclip.layout.ownership import Shares
-from shardclip.layout.planner import Planner, Settled
-from shardclip.layout.sources import Source
+from shardclip.layout import Planner, Settled, Shares, Source, adapters
 
 from .seats import Bucket, Seat, cut
 from .tables import Tables

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardclip.copies import proof as replicas
-from shardclip.layout.ownership import Ownership, segment
-from shardclip.layout.sources import Source
+from shardclip.layout import Ownership, Source, segment
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from shardclip import compat, kernels
-from shardclip.comm.payload import Lanes
+from shardclip.comm import Lanes
+from shardclip.copies import Drift, samples
 from shardclip.copies import proof as replicas
-from shardclip.copies import samples
-from shardclip.copies.bits import Drift
 from shardclip.math import exact
 
 from .seats import Bucket, Seat

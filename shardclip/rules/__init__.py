@@ -2,3 +2,8 @@
 
 In come a step's norms, out come coefficients, as tensors on the device.
 """
+
+from . import thresholds
+from .thresholds import Limit, Rule
+
+__all__ = ["Limit", "Rule", "thresholds"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardclip import compat
-from shardclip.math.norm import check_max_norm
+from shardclip.math import check_max_norm
 
 State = dict[str, Tensor]
 

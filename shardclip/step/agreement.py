@@ -11,11 +11,9 @@ from torch import Tensor
 
 from shardclip import compat
 from shardclip._version import __version__
-from shardclip.comm import messages, reduce
-from shardclip.comm.world import World
+from shardclip.comm import World, messages, reduce
 from shardclip.errors import problem
-from shardclip.layout.planner import Planner
-from shardclip.layout.sources import Source
+from shardclip.layout import Planner, Source
 
 from . import verdict
 from .inspection import listed

@@ -9,17 +9,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from shardclip import compat
-from shardclip.comm.payload import Lanes
-from shardclip.comm.world import World
+from shardclip.comm import Lanes, World
 from shardclip.errors import problem
-from shardclip.layout import adapters
+from shardclip.layout import Planner, Read, Source, adapters
 from shardclip.layout import sources as gradients
-from shardclip.layout.adapters import Read
-from shardclip.layout.planner import Planner
-from shardclip.layout.sources import Source
 from shardclip.math import norm
-from shardclip.plan import exactness, plan
-from shardclip.plan.plan import Plan
+from shardclip.plan import Plan, exactness, plan
 
 from . import loss_scaling, uneven_inputs
 from .agreement import Agreement

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from shardclip import compat
-from shardclip.comm import reduce
-from shardclip.comm.world import World
+from shardclip.comm import World, reduce
 from shardclip.copies import bits as drift
 from shardclip.layout import adapters
-from shardclip.plan.seats import Seat
+from shardclip.plan import Seat
 
 from .measure import Measured
 

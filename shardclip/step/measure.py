@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from shardclip import compat
-from shardclip.comm import reduce
-from shardclip.comm.payload import Flags
-from shardclip.comm.world import World
+from shardclip.comm import Flags, World, reduce
 from shardclip.copies import proof as replicas
 from shardclip.copies import samples
 from shardclip.errors import problem
 from shardclip.layout import adapters
 from shardclip.math import exact, fingerprints, norm
-from shardclip.plan.plan import Plan, locals_of, readings
+from shardclip.plan import Plan, locals_of, readings
 
 
 @dataclass

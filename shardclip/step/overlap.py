@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from shardclip import compat, kernels
-from shardclip.comm.world import World
-from shardclip.layout.sources import Source
+from shardclip.comm import World
+from shardclip.layout import Source
 from shardclip.math import norm
-from shardclip.plan.plan import Plan
-from shardclip.plan.seats import Seat, cut
+from shardclip.plan import Plan, Seat, cut
 
 Build = Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel]
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from shardclip.comm.world import World
-from shardclip.rules.thresholds import Limit
+from shardclip.comm import World
+from shardclip.rules import Limit
 
 from .collect import Collected
 from .measure import Measured, Started

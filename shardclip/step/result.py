@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardclip.record.outcome import Heading, Outcome
+from shardclip.record import Heading, Outcome
 
 from . import verdict
 from .inspection import NonFinite

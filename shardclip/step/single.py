@@ -7,16 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardclip.comm.payload import Lanes
-from shardclip.comm.world import World
-from shardclip.layout.planner import Planner
-from shardclip.layout.sources import Layout, Source
-from shardclip.math import norm
-from shardclip.math.exact import DOUBLE
+from shardclip.comm import Lanes, World
+from shardclip.layout import Layout, Planner, Source
+from shardclip.math import DOUBLE, norm
 from shardclip.notices import warn_once
+from shardclip.plan import accept, builder, plan
 from shardclip.plan import cache as kept_plans
-from shardclip.plan import plan
-from shardclip.plan.exactness import accept, builder
 
 from . import uneven_inputs, verdict
 from .measure import Measured, measure

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardclip import compat
-from shardclip.layout import adapters
+from shardclip.layout import Read, Source, adapters, clean
 from shardclip.layout import sources as gradients
-from shardclip.layout.adapters import Read
-from shardclip.layout.sources import Source, clean
 
 from . import optimizers
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from shardclip.comm.world import World
-from shardclip.layout.sources import Source
+from shardclip.comm import World
+from shardclip.layout import Source
 
 _NOTED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The joins under way: entered, and not left."""

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardclip import kernels
-from shardclip.comm import reduce
-from shardclip.comm.world import World
+from shardclip.comm import World, reduce
 from shardclip.compat import HostCopy, on_host
 from shardclip.copies import bits as drift
 from shardclip.copies import proof as replicas
 from shardclip.errors import NonFiniteGradientError, ReplicaMismatchError
-from shardclip.math.norm import is_maximum
+from shardclip.math import is_maximum
 
 from . import inspection
 from .inspection import listed

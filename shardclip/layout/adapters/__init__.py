@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardclip import compat
-from shardclip.comm.world import World
+from shardclip.comm import World
 from shardclip.layout.ownership import Place
 from shardclip.layout.sources import Layout, Source, clean, of_iterable, unique
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shardclip.comm.world import World
+from shardclip.comm import World
 from shardclip.layout.ownership import Ownership
 from shardclip.layout.sources import Source, clean
 

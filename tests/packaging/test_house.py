@@ -1,0 +1,61 @@
+"""The tree in CONTRIBUTING.md is the real one, and folders are entered by their doors."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "shardclip"
+LISTED = re.compile(r"^  (?P<name>[\w.]+/?)(?:  | *$)", re.MULTILINE)
+PUBLIC = {"adapters", "adaptive", "logging", "outcome", "run_file"}
+"""Modules that only re-export, as users import them."""
+FOLDERS = sorted(path.parent.name for path in LIBRARY.glob("*/__init__.py"))
+
+
+def tree() -> str:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return text[text.index("```\nshardclip/") :].split("```")[1]
+
+
+def test_the_tree_in_contributing_is_the_real_one():
+    listed = set(LISTED.findall(tree().split("\nlaunch/")[0]))
+    folders = {f"{name}/" for name in FOLDERS if name not in PUBLIC}
+    files = {path.name for path in LIBRARY.glob("*.py") if not path.name.startswith("_")}
+    files -= {f"{name}.py" for name in PUBLIC}
+    assert listed == folders | files | {"__init__.py"}
+
+
+def test_every_top_level_folder_is_named():
+    held = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"}
+    built = {"build", "dist", "runs", "shardclip-runs"}
+    held = {name for name in held - built if not name.endswith(".egg-info")}
+    named = set(re.findall(r"^(\w+(?:\.d)?)/", tree(), re.MULTILINE))
+    assert held <= named
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_what_lives_there(folder):
+    text = ast.get_docstring(ast.parse((LIBRARY / folder / "__init__.py").read_text()))
+    assert text
+    assert "." in text
+
+
+@pytest.mark.parametrize("path", sorted(LIBRARY.glob("*/**/*.py")), ids=str)
+def test_nothing_is_imported_past_a_door(path):
+    """Other folders import from `shardclip.FOLDER`; what it re-exports is what they use."""
+    own = path.relative_to(LIBRARY).parts[0]
+    if own in PUBLIC:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardclip."):
+            _, folder, *deeper = node.module.split(".")
+            assert not deeper or folder == own, node.module
+
+
+@pytest.mark.parametrize("name", ["adaptive", "logging", "outcome", "run_file"])
+def test_a_public_module_only_re_exports(name):
+    body = ast.parse((LIBRARY / f"{name}.py").read_text()).body
+    kinds = [type(node) for node in body]
+    assert kinds == [ast.Expr, ast.ImportFrom, ast.Assign]
