@@ -75,13 +75,16 @@ class GradClipper(FromFrameworks, ClipperState, Cycle):
             all-reduce; not with p = inf.
         grad: From a parameter to its gradient, where that is not ``.grad``.
         overlap: Sum gradients in hooks during the backward pass, as they become ready; then
-            ``clip_()`` has little left but the all-reduce. For DTensor parameters (FSDP2's); plain
-            ones where one process is alone. A sum is used only where torch's copy-on-write proves
-            that nobody has written to the gradient since; else, and where gradients are added to in
-            place or somebody else's hooks run after accumulation, ``clip_()`` sums it. What it
-            cannot see is a raw pointer that was taken before the backward pass (a NumPy array of a
-            gradient that stays, a collective still under way). Whatever does write in between
-            (``unscale_``; not ``grad_scaler=``) then costs a copy of those gradients.
+            ``clip_()`` has little left but the all-reduce. For gradients on the CPU: of DTensor
+            parameters (FSDP2's), and of plain ones where one process is alone. A sum is used only
+            if it is proved that its gradient is the same: the same tensor, in the same place, in
+            memory that nobody has asked torch to write to since. All of torch shows there:
+            ``_foreach`` calls, ``GradScaler.unscale_``, collectives, ``.data``, views, NumPy, C
+            code that asks for the address. What has changed is summed again. On CUDA torch gives
+            no such proof: ``clip_()`` sums all gradients there, and a warning says so. It also sums
+            those of parameters that have post-accumulate hooks of others. One thing is not seen:
+            who writes past torch through an address that it had before the backward pass, such as
+            a NumPy array of a gradient that is kept from step to step.
         check_replicas: Compare copies bit for bit, in every step or every so many: a flipped bit or
             a swapped pair is found. Each holder then reads its copy in full once more, and on CUDA
             such a step has one host sync. Not with p = inf.

@@ -224,4 +224,4 @@ def _memory(grads: Iterable[Tensor | None]) -> Callable[[Tensor], bool]:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     local = adapters.storage(compat.local_tensor(tensor))
-    return compat.address(local), compat.address(local) + local.numel() * local.element_size()
+    return local.data_ptr(), local.data_ptr() + local.numel() * local.element_size()
