@@ -7,8 +7,9 @@ GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nul
 TORCH := $(if $(filter-out 0,$(GPU)),torch,-r requirements/torch-cpu.txt)
 RANKS ?= $(if $(filter-out 0,$(GPU)),$(GPU),4)
 WORKERS ?= 2
-QUICK := tests/math tests/geometry tests/simulated tests/record tests/adapters/test_extras.py \
-	tests/dist/layouts/test_alone.py tests/packaging/test_integrations.py
+QUICK := $(addprefix tests/,math rules kernels copies comm layout step simulated record) \
+	$(addprefix tests/,dist/layouts/test_alone.py programs/test_counting.py programs/test_aborts.py) \
+	$(addprefix tests/packaging/,test_extras.py test_house.py test_integrations.py)
 
 SYSTEMS := .venv-systems
 COMPILE_DEEPSPEED := from deepspeed.comm.torch import build_shm_op; build_shm_op()

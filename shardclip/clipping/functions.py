@@ -9,8 +9,18 @@ from torch import Tensor, nn
 from shardclip import compat
 from shardclip.comm import Group, World, reduce
 from shardclip.errors import problem
-from shardclip.layout import Layout, Source, adapters, trees
-from shardclip.layout import sources as gradients
+from shardclip.layout import (
+    Layout,
+    Source,
+    adapters,
+    gradient,
+    may_have_gradient,
+    notice_if_used_up,
+    of_iterable,
+    refuse_gradients,
+    trees,
+    unique,
+)
 from shardclip.math import norm
 from shardclip.notices import warn_once
 from shardclip.plan import exactness
@@ -82,10 +92,10 @@ def clip_grad_norm_(
     p = norm.check_norm_type(norm_type)
     world = reduce.resolve(group)
     sources = adapters.sources_of(parameters, world)
-    grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
+    grads = [gradient(source, adapters.read_grad) for source in sources]
     try:
         wrong = []
-        gradients.refuse_gradients(sources, grads)
+        refuse_gradients(sources, grads)
     except TypeError as error:  # on this rank; all of them raise
         wrong = [problem("clip_grad_norm_", error)]
     found, coef = measure_once(
@@ -98,7 +108,7 @@ def clip_grad_norm_(
         max_norm=max_norm,
         problems=wrong,
     )
-    gradients.notice_if_used_up(parameters, sources)
+    notice_if_used_up(parameters, sources)
     if isinstance(coef, float) and found.flags.present == 0:
         warn_once(sources[0].parameter if sources else parameters, NO_GRADIENTS)
     if not (isinstance(coef, float) and coef == 1):
@@ -148,12 +158,12 @@ def get_total_norm(
     if exact:
         exactness.check(p, world)
     listed = [tensors] if isinstance(tensors, Tensor) else tensors
-    sources = gradients.unique(gradients.of_iterable(listed, "tensors[{}]"))
+    sources = unique(of_iterable(listed, "tensors[{}]"))
     values = [source.parameter for source in sources]
     found, _ = measure_once(
         sources, values, p, world, layout, strict=error_if_nonfinite, exact=exact
     )
-    gradients.notice_if_used_up(tensors, sources)
+    notice_if_used_up(tensors, sources)
     return rounded(found)
 
 
@@ -184,11 +194,11 @@ def clip_grads_with_norm_(
     """
     max_norm = norm.check_max_norm(max_norm)
     sources = adapters.sources_of(parameters, reduce.resolve(reduce.SELF))
-    grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
+    grads = [gradient(source, adapters.read_grad) for source in sources]
     held = [source.parameter for source in sources]
     if held and not any(isinstance(g, Tensor) for g in grads):
         for source in sources:
-            if not gradients.may_have_gradient(source.parameter):
+            if not may_have_gradient(source.parameter):
                 raise TypeError(
                     f"{source.name} is no parameter and has no .grad; clip_grads_with_norm_ wants "
                     "the parameters, and scales their .grad"

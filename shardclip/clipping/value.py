@@ -7,8 +7,7 @@ from torch import Tensor
 
 from shardclip import compat
 from shardclip.comm import reduce
-from shardclip.layout import Source, adapters
-from shardclip.layout import sources as gradients
+from shardclip.layout import Source, adapters, gradient, refuse_gradients
 from shardclip.math import norm
 
 from .functions import Parameters
@@ -44,10 +43,10 @@ def clip_grad_value_(
     """
     limit = norm.check_max_norm(clip_value, "clip_value")
     sources = adapters.sources_of(parameters, reduce.resolve(reduce.SELF))
-    grads = [gradients.gradient(source, adapters.read_grad) for source in sources]
+    grads = [gradient(source, adapters.read_grad) for source in sources]
     for source, grad in zip(sources, grads, strict=True):
         _check(source, grad)
-    gradients.refuse_gradients(sources, grads)
+    refuse_gradients(sources, grads)
     if math.isinf(limit):
         return
     held = []

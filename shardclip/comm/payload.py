@@ -13,9 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from shardclip import copies
 from shardclip.compat import constant, on_host, to_device
-from shardclip.copies import bits as drift
-from shardclip.copies import proof as replicas
 from shardclip.math import ALONE, Digits, exact, fingerprints
 
 from .world import World
@@ -99,17 +98,17 @@ class Lanes:
     @cached_property
     def bits(self) -> slice:
         """What compares copies bit for bit."""
-        return slice(self.added.stop, self.added.stop + self.drift * drift.LANES)
+        return slice(self.added.stop, self.added.stop + self.drift * copies.bits.LANES)
 
     @cached_property
     def copies(self) -> slice:
-        """The proof of copies, ``slots`` times ``replicas.LANES``."""
+        """The proof of copies, ``slots`` times ``copies.proof.LANES``."""
         return slice(self.bits.stop, self.size)
 
     @cached_property
     def size(self) -> int:
         """How many lanes there are."""
-        return int(self.bits.stop) + self.slots * replicas.LANES
+        return int(self.bits.stop) + self.slots * copies.proof.LANES
 
     @cached_property
     def _proofs(self) -> exact.Window:
@@ -141,8 +140,8 @@ class Lanes:
             powers: What lies in ``powers`` and ``nans``, on that device; None: zeros.
             flags: What this rank says.
             added: The caller's numbers; none: zeros.
-            proof: ``(slots, replicas.LANES)``, on that device; None: zeros.
-            bits: ``(drift.LANES,)``, on that device; None: zeros.
+            proof: ``(slots, copies.proof.LANES)``, on that device; None: zeros.
+            bits: ``(copies.bits.LANES,)``, on that device; None: zeros.
         """
         on_device = [isinstance(v, Tensor) and v.device.type != "cpu" for v in added]
         numbers = [0.0 if d else float(v) for v, d in zip(added, on_device, strict=True)]
@@ -156,9 +155,9 @@ class Lanes:
                     told[index] = value
             lanes.append(told)
         if self.drift:
-            lanes.append(self._zeros(drift.LANES, device) if bits is None else bits)
+            lanes.append(self._zeros(copies.bits.LANES, device) if bits is None else bits)
         if self.slots:
-            room = self.slots * replicas.LANES
+            room = self.slots * copies.proof.LANES
             lanes.append(self._zeros(room, device) if proof is None else proof.view(-1))
         return torch.cat(lanes)
 
@@ -187,7 +186,7 @@ class Lanes:
             self.flags.stop - self.flags.start,
             self.sums * exact.NUMBER.lanes,
             self.bits.stop - self.bits.start,
-            self.slots * replicas.LANES * self._proofs.lanes,
+            self.slots * copies.proof.LANES * self._proofs.lanes,
         ]
         sums, flags, added, bits, proof = torch.split(sent, widths)
         sums = sums.view(-1, self.window.lanes)
@@ -202,8 +201,8 @@ class Lanes:
         return torch.zeros(count, dtype=torch.float64, device=device)
 
     def proof(self, payload: Tensor) -> Tensor:
-        """View the proof's lanes as ``(slots, replicas.LANES)``."""
-        return payload[self.copies].view(self.slots, replicas.LANES)
+        """View the proof's lanes as ``(slots, copies.proof.LANES)``."""
+        return payload[self.copies].view(self.slots, copies.proof.LANES)
 
     def say(self, flags: Flags) -> list[float]:
         """Write one rank's flags as lanes."""

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardclip import compat
 
-from . import messages
-from . import missing_ranks as roll_call
+from . import messages, missing_ranks
 from .world import World
 
 
@@ -197,6 +196,6 @@ def _explained(world: World, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if roll_call.is_local(error):
+        if missing_ranks.is_local(error):
             raise
-        raise RuntimeError(roll_call.explain(error, world, what)) from error
+        raise RuntimeError(missing_ranks.explain(error, world, what)) from error

@@ -7,5 +7,6 @@ lanes that is the tensor's own; `bits` compares everything.
 
 from . import bits, proof, samples
 from .bits import Drift
+from .proof import SKETCH, Copy, Proof
 
-__all__ = ["Drift", "bits", "proof", "samples"]
+__all__ = ["SKETCH", "Copy", "Drift", "Proof", "bits", "proof", "samples"]

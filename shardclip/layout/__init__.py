@@ -10,7 +10,17 @@ from .adapters import Read, deepspeed, deepspeed_step, dtensor, megatron
 from .ownership import Ownership, Shares, segment
 from .param_groups import grouped
 from .planner import Planner, Settled
-from .sources import Layout, Source, clean
+from .sources import (
+    Layout,
+    Source,
+    clean,
+    gradient,
+    may_have_gradient,
+    notice_if_used_up,
+    of_iterable,
+    refuse_gradients,
+    unique,
+)
 
 __all__ = [
     "Layout",
@@ -25,9 +35,15 @@ __all__ = [
     "deepspeed",
     "deepspeed_step",
     "dtensor",
+    "gradient",
     "grouped",
+    "may_have_gradient",
     "megatron",
+    "notice_if_used_up",
+    "of_iterable",
+    "refuse_gradients",
     "segment",
     "sources",
     "trees",
+    "unique",
 ]

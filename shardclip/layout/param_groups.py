@@ -9,8 +9,7 @@ from shardclip.comm import World
 from shardclip.errors import problem
 
 from . import adapters
-from . import sources as gradients
-from .sources import Source
+from .sources import Source, of_iterable, unique
 
 _UNNAMED = "group0.{}"
 
@@ -27,17 +26,17 @@ def grouped(
             return [{}], adapters.sources_of(parameters, world, _UNNAMED), []
         listed: list[Any] = list(parameters)
         if listed and all(isinstance(entry, Source) for entry in listed):  # from an adapter
-            return [{}], gradients.unique(listed), []
+            return [{}], unique(listed), []
         if not (listed and all(isinstance(entry, Mapping) for entry in listed)):
             return [{}], adapters.sources_of(listed, world, _UNNAMED), []
         sources: list[Source] = []
         groups = []
         for index, entry in enumerate(listed):
-            sources += gradients.of_iterable(_members(entry, index), f"group{index}.{{}}", index)
+            sources += of_iterable(_members(entry, index), f"group{index}.{{}}", index)
             groups.append({key: value for key, value in entry.items() if key == "max_norm"})
     except Exception as error:  # what one rank hands over may be wrong on that rank alone
         return [{}], [], [problem("parameters", error)]
-    return groups, gradients.unique(sources), []
+    return groups, unique(sources), []
 
 
 def _members(group: Mapping[str, Any], index: int) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardclip import compat, kernels
 from shardclip.comm import Lanes
-from shardclip.copies import proof as replicas
+from shardclip.copies import Copy
 from shardclip.errors import problem
 from shardclip.layout import Planner, Settled, Shares, Source, adapters
 
@@ -124,7 +124,7 @@ def make(
         if len(owned.holders) > 1 and lanes.slots and not maximum:
             slot = (number + (planner.digest(owned.domain) if spread else 0)) % lanes.slots
             mine = owned.holders.index(planner.world.rank)
-            copy = replicas.Copy(slot, number, owned.holders, mine, 1 / len(owned.domain))
+            copy = Copy(slot, number, owned.holders, mine, 1 / len(owned.domain))
         weight = 1.0 if owned.split or maximum else 1.0 / len(owned.holders)
         if lanes.window is not None and weight < 1:  # one counts it: a fraction is not exact
             weight = float(owned.holders[0] == planner.world.rank)

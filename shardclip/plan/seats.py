@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardclip.copies import proof as replicas
+from shardclip.copies import Copy
 from shardclip.layout import Ownership, Source, segment
 
 
@@ -28,7 +28,7 @@ class Seat:
     position: int = 0
     bucket: int = 0
     part: tuple[int, int] | None = (0, 1)
-    copy: replicas.Copy | None = None
+    copy: Copy | None = None
     declared: bool = False
     owned: Ownership | None = None
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from shardclip import compat, kernels
 from shardclip.comm import Lanes
-from shardclip.copies import Drift, samples
-from shardclip.copies import proof as replicas
+from shardclip.copies import Drift, Proof, samples
 from shardclip.math import exact
 
 from .seats import Bucket, Seat
@@ -36,7 +35,7 @@ class Tables:
     target: Tensor
     weights: Tensor
     direct: bool
-    proof: replicas.Proof | None
+    proof: Proof | None
     drift: Drift | None
 
     def powers(self, sums: Tensor, maximum: bool, lanes: Lanes) -> Tensor:
@@ -87,14 +86,14 @@ class Tables:
         weights = compat.on_host([bucket.weight for bucket in buckets])
         sat = [seat for seat in seats if seat.copy is not None]
         copies = [seat.copy for seat in sat if seat.copy is not None]
-        proof: replicas.Proof | None = None
+        proof: Proof | None = None
         drift: Drift | None = None
         if held:
             extents = [
                 samples.extent(t, t.shape if seat.source.begins is None else seat.source.begins[1])
                 for t, seat in zip(held, sat, strict=True)
             ]
-            proof = replicas.Proof(copies, extents, held[0].device)
+            proof = Proof(copies, extents, held[0].device)
             drift = Drift(copies, held[0].device) if lanes.drift else None
         whole = range(lanes.nans.stop)
         direct = rows == [(i, i) for i in whole] and all(b.weight == 1 for b in buckets)

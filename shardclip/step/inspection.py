@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardclip import compat
 from shardclip.comm import World, reduce
-from shardclip.copies import bits as drift
+from shardclip.copies import bits
 from shardclip.layout import adapters
 from shardclip.plan import Seat
 
@@ -150,7 +150,7 @@ def _hashed(measured: Measured) -> list[_Hashed]:
     held = zip(measured.plan.seats, measured.wholes, measured.local, strict=True)
     for index, (seat, whole, local) in enumerate(held):
         if seat.copy is not None:
-            found = int(drift.hash_of_local(local, whole))
+            found = int(bits.hash_of_local(local, whole))
             out.append(
                 _Hashed(seat.source.name, seat.copy.ordinal, seat.copy.holders, found, index)
             )
@@ -202,7 +202,7 @@ def _distance(here: Tensor | None, odd: int, like: int, world: World) -> str:
     apart = (ours.view(torch.int64) != theirs.view(torch.int64)).nonzero().flatten()
     at_least = "at least " if len(blocks) > _BLOCKS else ""
     first, far = int(apart[0]), float((ours - theirs).abs().nan_to_num(math.inf).max())
-    row = _row_length(one.words) if one is not None else drift.ROW
+    row = _row_length(one.words) if one is not None else bits.ROW
     place = blocks[first // row] * row + first % row
     count = "1 element differs" if len(apart) == 1 else f"{at_least}{len(apart)} elements differ"
     return (
@@ -222,7 +222,7 @@ class _Rows:
     @staticmethod
     def of(tensor: Tensor) -> _Rows:
         size = compat.real_view(tensor).element_size()
-        return _Rows(tuple(tensor.shape), max(1, size // 4), drift.row_hashes(tensor).tolist())
+        return _Rows(tuple(tensor.shape), max(1, size // 4), bits.row_hashes(tensor).tolist())
 
 
 def _by_rank(make: Callable[[], object], world: World) -> dict[int, Any]:
@@ -236,7 +236,7 @@ def _by_rank(make: Callable[[], object], world: World) -> dict[int, Any]:
 
 def _row_length(words: int) -> int:
     """Return how many numbers a row of hashes has."""
-    return drift.ROW // words
+    return bits.ROW // words
 
 
 def _values(tensor: Tensor, blocks: Sequence[int]) -> Tensor:

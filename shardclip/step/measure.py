@@ -13,8 +13,7 @@ from torch import Tensor
 
 from shardclip import compat
 from shardclip.comm import Flags, World, reduce
-from shardclip.copies import proof as replicas
-from shardclip.copies import samples
+from shardclip.copies import SKETCH, samples
 from shardclip.errors import problem
 from shardclip.layout import adapters
 from shardclip.math import exact, fingerprints, norm
@@ -95,7 +94,7 @@ class Measured:
         """
         if self.p == 2:
             return self.total_norm if self.unit is None else self.total_norm / self.unit
-        return self.proof[:, replicas.SKETCH].sum().sqrt()
+        return self.proof[:, SKETCH].sum().sqrt()
 
     @cached_property
     def finite(self) -> bool:
@@ -295,6 +294,6 @@ def _poison(proof: Tensor, p: float) -> Tensor:
     Copies are read in parts: where each rank's part was fine, the sample may still show a fault.
     """
     if p != 0:
-        return proof[:, : replicas.SKETCH].sum() * 0
+        return proof[:, :SKETCH].sum() * 0
     # An infinity counts like any number here; in the scale, a square, it does not turn into NaN.
-    return torch.where(proof[:, replicas.SKETCH].sum().isnan(), torch.nan, 0.0)
+    return torch.where(proof[:, SKETCH].sum().isnan(), torch.nan, 0.0)

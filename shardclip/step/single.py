@@ -11,8 +11,7 @@ from shardclip.comm import Lanes, World
 from shardclip.layout import Layout, Planner, Source
 from shardclip.math import DOUBLE, norm
 from shardclip.notices import warn_once
-from shardclip.plan import accept, builder, plan
-from shardclip.plan import cache as kept_plans
+from shardclip.plan import accept, builder, cache, plan
 
 from . import uneven_inputs, verdict
 from .measure import Measured, measure
@@ -68,7 +67,7 @@ def measure_once(
     # Else it depends on more than can be compared.
     again = layout is None and numbers is None and not problems
     key = world.ranks, world.rank, world.device, world.alike, lanes, norm.is_maximum(p)
-    made = kept_plans.find(key, sources, grads, make) if again else make()
+    made = cache.find(key, sources, grads, make) if again else make()
     # Worth a host sync: copies that no layout vouches for, what is wrong here, nothing at all.
     reads = strict or made.proves or bool(made.problems) or not made.seats
     settings = {"norm_type": p, limit: max_norm}

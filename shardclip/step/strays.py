@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardclip import compat
-from shardclip.layout import Read, Source, adapters, clean
-from shardclip.layout import sources as gradients
+from shardclip.layout import Read, Source, adapters, clean, refuse_gradients
 
 from . import optimizers
 
@@ -75,7 +74,7 @@ class Strays:
             TypeError: What was given are no parameters, and cannot have gradients.
         """
         if self._read is None:
-            gradients.refuse_gradients(self._sources, grads)
+            refuse_gradients(self._sources, grads)
         if self._module is not None:
             self._refuse([one for one in self._module.unknown() if self._has_gradient(one[1])])
         held = chain.from_iterable(map(_parameters_of, stepped))

@@ -15,8 +15,7 @@ import torch
 from shardclip import kernels
 from shardclip.comm import World, reduce
 from shardclip.compat import HostCopy, on_host
-from shardclip.copies import bits as drift
-from shardclip.copies import proof as replicas
+from shardclip.copies import bits, proof
 from shardclip.errors import NonFiniteGradientError, ReplicaMismatchError
 from shardclip.math import is_maximum
 
@@ -39,7 +38,7 @@ class _Held:
 
     rank: int
     name: str
-    copy: replicas.Copy
+    copy: proof.Copy
     sketch: torch.Tensor
 
 
@@ -127,7 +126,7 @@ def raise_drift(measured: Measured, world: World, warn: bool) -> None:
         ReplicaMismatchError: Names the parameters, the ranks, and how far apart they are.
     """
     lanes = measured.plan.lanes
-    if not lanes.drift or not drift.found(measured.payload[lanes.bits]):
+    if not lanes.drift or not bits.found(measured.payload[lanes.bits]):
         return
     text = f"copies are not the same bit for bit: {few(inspection.drifted(measured, world))}"
     if not warn:
@@ -144,9 +143,9 @@ def raise_mismatch(measured: Measured, world: World) -> None:
     if not measured.plan.lanes.slots:
         return
     size = measured.size()
-    if replicas.all_alike(measured.proof, float(size)):
+    if proof.all_alike(measured.proof, float(size)):
         return
-    suspects = replicas.suspicious(measured.proof, size).nonzero().flatten().tolist()
+    suspects = proof.suspicious(measured.proof, size).nonzero().flatten().tolist()
     if not suspects:
         return
     told = reduce.gather(_statement(measured, set(suspects), world.rank), world)
@@ -178,9 +177,9 @@ def _differences(entries: list[_Held], size: float) -> list[str]:
     for held in tensors.values():
         copies = [replace(entry.copy, slot=0) for entry in held]
         here = torch.device("cpu")
-        again = replicas.Proof(copies, [(0, 1)] * len(copies), here)
+        again = proof.Proof(copies, [(0, 1)] * len(copies), here)
         rows = again.lanes(torch.stack([entry.sketch for entry in held]), 1, here)
-        if bool(replicas.disagreeing(rows, on_host(size))):
+        if bool(proof.disagreeing(rows, on_host(size))):
             lines.append(_describe(held, rows[0]))
     return lines
 
@@ -194,8 +193,8 @@ def _describe(held: list[_Held], row: torch.Tensor) -> str:
     missing = {rank for entry in held for rank in entry.copy.holders} - set(ranks)
     if missing:
         return f"{name}: on rank {listed(ranks)}, but not on rank {listed(missing)}"
-    difference = float(row[: replicas.SKETCH].square().sum().sqrt())
-    scale = float(row[replicas.SKETCH].sqrt())
+    difference = float(row[: proof.SKETCH].square().sum().sqrt())
+    scale = float(row[proof.SKETCH].sqrt())
     odd = sorted({rank for entry in held for rank in _odd_ones(entry, held)})
     who = f"rank {listed(odd)} differs from the others"
     who = who if odd else f"ranks {listed(ranks)} differ"
@@ -205,7 +204,7 @@ def _describe(held: list[_Held], row: torch.Tensor) -> str:
 def _odd_ones(entry: _Held, held: list[_Held]) -> list[int]:
     """Return this rank where most holders of the same piece agree, but not with it."""
     peers = [other for other in held if other.copy.holders == entry.copy.holders]
-    tolerance = replicas.OF_SAMPLE * entry.sketch.norm()
+    tolerance = proof.OF_SAMPLE * entry.sketch.norm()
     alike = [
         sum(bool((one.sketch - other.sketch).norm() <= tolerance) for other in peers)
         for one in peers
@@ -264,7 +263,7 @@ class Deferred:
     def __init__(self, measured: Measured, world: World) -> None:
         failed = measured.plan.lanes.failed(measured.payload)
         if not is_maximum(measured.p):
-            differ = replicas.disagreeing(measured.proof, measured.size()).any()
+            differ = proof.disagreeing(measured.proof, measured.size()).any()
             failed = failed | (differ & torch.isfinite(measured.total_norm))
         self.failed = failed
         self._world = world

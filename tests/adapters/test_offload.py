@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from shardclip import compat
 from shardclip.comm import reduce
-from shardclip.copies import proof as replicas
+from shardclip.copies import proof
 from shardclip.kernels import foreach
 from shardclip.step import scale
 from tests.ranks import on_ranks
@@ -50,7 +50,7 @@ def test_only_the_payload_moves_to_the_groups_device(clip):
         return plain_move(tensor, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (compat, replicas, scale, foreach):
+        for module in (compat, proof, scale, foreach):
             patch.setattr(module, "to_device", move)
         elsewhere = torch.device("cpu", 0)
         patch.setattr(

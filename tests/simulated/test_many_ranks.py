@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from shardclip.comm.payload import Flags
 from shardclip.comm.world import World
-from shardclip.copies import proof as replicas
+from shardclip.copies import proof
 from shardclip.layout.ownership import Mesh, own, pieces_of, place
 from shardclip.layout.planner import Planner
 from shardclip.layout.sources import Source
@@ -88,7 +88,7 @@ def test_any_mesh_any_placement(data):
     found = step(mesh, tensors, p)
     assert float(found.total_norm) == pytest.approx(exact(tensors, p), rel=1e-6, abs=0)
     if not is_maximum(p):
-        assert not replicas.suspicious(found.proof, found.size()).any()
+        assert not proof.suspicious(found.proof, found.size()).any()
 
 
 @pytest.mark.parametrize("replicated", [(False, False), (True, False), (True, True)])
@@ -96,7 +96,7 @@ def test_five_hundred_ranks(replicated):
     tensors = [(torch.randn(3000), replicated), (torch.randn(17), replicated)]
     found = step(mesh_of(16, 32), tensors, 2.0)
     assert float(found.total_norm) == pytest.approx(exact(tensors, 2.0), rel=1e-6)
-    assert not replicas.suspicious(found.proof, found.size()).any()
+    assert not proof.suspicious(found.proof, found.size()).any()
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (8, 4), (64, 2)])
@@ -107,7 +107,7 @@ def test_one_copy_that_drifted_is_found_among_many(shape):
         return local * 1.5 if (rank, index) == (1, 0) else local
 
     found = step(mesh_of(*shape), tensors, 2.0, spoil)
-    assert replicas.disagreeing(found.proof, found.size()).sum() == 1
+    assert proof.disagreeing(found.proof, found.size()).sum() == 1
 
 
 def test_the_order_of_copies_does_not_matter_to_who_reads_what():
@@ -125,9 +125,9 @@ def test_more_copies_than_slots_share_them():
     tensors = [(torch.randn(3), (True,)) for _ in range(plan.FUNCTION_LANES.slots + 7)]
     found = step(mesh_of(2), tensors, 2.0)
     assert float(found.total_norm) == pytest.approx(exact(tensors, 2.0), rel=1e-6)
-    shared = found.proof[:, replicas.SKETCH + 1] > 1.5
+    shared = found.proof[:, proof.SKETCH + 1] > 1.5
     assert int(shared.sum()) == 7
-    assert not replicas.suspicious(found.proof, found.size()).any()
+    assert not proof.suspicious(found.proof, found.size()).any()
 
 
 def test_three_copies_of_a_tensor_that_each_rank_reads_in_full_count_once():

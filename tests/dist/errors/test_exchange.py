@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardclip import GradClipper
-from shardclip.comm import missing_ranks as roll_call
-from shardclip.comm import reduce
+from shardclip.comm import missing_ranks, reduce
 from shardclip.step import agreement
 from tests.ranks import everywhere, on_ranks
 from tests.ranks.collectives import count_collectives
@@ -102,7 +101,7 @@ def test_what_is_wrong_here_is_not_put_on_the_network(error, what, monkeypatch):
     def asked(*_):
         raise AssertionError("nobody else is to be asked")
 
-    monkeypatch.setattr(roll_call, "explain", asked)
+    monkeypatch.setattr(missing_ranks, "explain", asked)
     monkeypatch.setattr(dist, "all_reduce" if what == "all_reduce" else "all_gather", fails)
     monkeypatch.setattr(reduce.compat, "bytes_device", lambda *_: torch.device("cpu"))
     world = reduce.World((0, 1), 0, object(), torch.device("cpu"))
@@ -118,7 +117,7 @@ def test_what_is_wrong_here_is_not_put_on_the_network(error, what, monkeypatch):
 
 @on_ranks(2)
 def test_a_failure_of_all_ranks_blames_none():
-    told = roll_call.explain(RuntimeError("it broke"), reduce.resolve(None), "the test")
+    told = missing_ranks.explain(RuntimeError("it broke"), reduce.resolve(None), "the test")
     assert told == (
         "the test failed: every rank has made the call, and it has failed on each. If the backend "
         "names no cause, look at the network, or allow more time "

@@ -172,7 +172,7 @@ def test_a_group_that_has_ended_is_refused(pool, folder):
 
 
 def functions_go_on(folder: str) -> list[float]:
-    """The functions ask anew in every call, and their kept plans hold for the same ranks."""
+    """The functions ask anew in every call, and their plans hold for the same ranks."""
     rank = dist.get_rank()
     norms = []
     one, other = gradient(0), gradient(1)

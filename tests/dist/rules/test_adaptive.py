@@ -47,7 +47,7 @@ def bits(tensor) -> list[str]:
 
 @on_ranks(2)
 def test_by_hand_on_two_ranks():
-    # As in tests/math: the medians of 4, 1, 3; a norm of 7 after 2 and 4 (m = 3, s = 1, z = 4) is
+    # As in tests/rules: the medians of 4, 1, 3; a norm of 7 after 2 and 4 (m = 3, s = 1, z = 4) is
     # clipped to 3 + 2**2 / 4; twice the running mean of 1, 3 (clipped to 2), 9 (clipped to 3).
     for rule, norms, limits in (
         (AutoClip(50), [4, 1, 3], [4, 2.5, 3]),

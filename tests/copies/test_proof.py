@@ -5,8 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardclip.copies import proof as replicas
-from shardclip.copies import samples
+from shardclip.copies import proof, samples
 from shardclip.copies.proof import Copy
 
 TOTAL = torch.tensor(100.0, dtype=torch.float64)
@@ -14,24 +13,24 @@ TOTAL = torch.tensor(100.0, dtype=torch.float64)
 
 def contribute(lanes, tensors, copies):
     extents = [samples.extent(t, t.shape) for t in tensors]
-    made = replicas.Proof(copies, extents, torch.device("cpu"))
+    made = proof.Proof(copies, extents, torch.device("cpu"))
     lanes += made.lanes(made.sketches(tensors), len(lanes), lanes.device)
 
 
-def proof(copies: list[torch.Tensor | None], total=TOTAL, ordinal=0) -> bool:
+def differ(copies: list[torch.Tensor | None], total=TOTAL, ordinal=0) -> bool:
     """Whether the lanes say that the copies, one a rank, disagree."""
-    lanes = torch.zeros(1, replicas.LANES, dtype=torch.float64)
+    lanes = torch.zeros(1, proof.LANES, dtype=torch.float64)
     holders = tuple(range(len(copies)))
     for rank, tensor in enumerate(copies):
         if tensor is not None:
             contribute(lanes, [tensor], [Copy(0, ordinal, holders, rank, 1 / len(copies))])
-    return bool(replicas.disagreeing(lanes, total)[0])
+    return bool(proof.disagreeing(lanes, total)[0])
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 64, 4096])
 def test_coefficients_sum_to_zero_and_measure_the_difference(count):
-    c = replicas.coefficients(count)
-    assert c.shape == (count, replicas.SKETCH)
+    c = proof.coefficients(count)
+    assert c.shape == (count, proof.SKETCH)
     assert c.sum(0).abs().max() < 1e-9
     torch.testing.assert_close(c.square().sum(0), torch.full((8,), 2.0, dtype=torch.float64))
 
@@ -40,8 +39,8 @@ def test_coefficients_sum_to_zero_and_measure_the_difference(count):
 @pytest.mark.parametrize("size", [1, 5, 8, 9, 64, 65, 10_000])
 def test_equal_copies_agree_and_one_that_is_other_does_not(count, size):
     tensor = torch.randn(size)
-    assert not proof([tensor.clone() for _ in range(count)])
-    assert proof([tensor] * (count - 1) + [tensor.flip(0) * 2])
+    assert not differ([tensor.clone() for _ in range(count)])
+    assert differ([tensor] * (count - 1) + [tensor.flip(0) * 2])
 
 
 @pytest.mark.parametrize("size", [1, 8, 64, 100_000])
@@ -49,7 +48,7 @@ def test_equal_copies_agree_and_one_that_is_other_does_not(count, size):
 def test_tolerance_of_the_tensors_own_size(size, part, found):
     tensor = torch.randn(size, dtype=torch.float64)
     tensor *= TOTAL / tensor.norm()
-    assert proof([tensor, tensor * (1 + part)]) is found
+    assert differ([tensor, tensor * (1 + part)]) is found
 
 
 @pytest.mark.parametrize("size", [1, 8, 64, 100_000])
@@ -58,55 +57,55 @@ def test_tolerance_of_the_total_norm(size, part, found):
     """A gradient that is nothing but rounding noise may differ altogether."""
     noise = [torch.randn(size, dtype=torch.float64).abs() for _ in range(2)]
     noise = [n * TOTAL * part / n.norm() * sign for n, sign in zip(noise, (1, -1), strict=True)]
-    assert proof(noise) is found
+    assert differ(noise) is found
 
 
 def test_noise_of_a_few_bfloat16_steps_passes():
     tensor = torch.randn(100_000).bfloat16()
     noisy = [tensor.float() * (1 + (torch.rand(100_000) - 0.5) * 2**-7) for _ in range(8)]
-    assert not proof([n.bfloat16() for n in noisy])
+    assert not differ([n.bfloat16() for n in noisy])
 
 
 def test_a_copy_that_is_missing_is_found_unless_it_is_zero():
-    assert proof([torch.ones(4), None])
-    assert not proof([torch.zeros(4), None])
+    assert differ([torch.ones(4), None])
+    assert not differ([torch.zeros(4), None])
 
 
 def test_shards_whose_sums_of_squares_are_equal_are_found():
-    assert proof([torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0])])
-    assert proof([torch.tensor([3.0, 4.0]), torch.tensor([3.0, -4.0])])
+    assert differ([torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0])])
+    assert differ([torch.tensor([3.0, 4.0]), torch.tensor([3.0, -4.0])])
 
 
 def test_swapped_tensors_are_found_even_in_one_slot():
     first, second = torch.randn(100), torch.randn(100)
-    lanes = torch.zeros(1, replicas.LANES, dtype=torch.float64)
+    lanes = torch.zeros(1, proof.LANES, dtype=torch.float64)
     for rank, pair in enumerate([(first, second), (second, first)]):
         copies = [Copy(0, ordinal, (0, 1), rank, 0.5) for ordinal in (0, 512)]
         contribute(lanes, pair, copies)
-    assert replicas.disagreeing(lanes, TOTAL)[0]
+    assert proof.disagreeing(lanes, TOTAL)[0]
 
 
 def test_opposite_errors_do_not_cancel():
     tensor = torch.randn(100)
     error = torch.randn(100)
-    assert proof([tensor + error, tensor - error, tensor, tensor])
+    assert differ([tensor + error, tensor - error, tensor, tensor])
 
 
 def test_a_shared_slot_is_suspected_where_a_large_tensor_hides_a_small_one():
     large, small = torch.full((8,), 30.0), torch.full((8,), 0.1)
-    lanes = torch.zeros(1, replicas.LANES, dtype=torch.float64)
+    lanes = torch.zeros(1, proof.LANES, dtype=torch.float64)
     for rank, factor in enumerate((1.0, 2.0)):
         copies = [Copy(0, ordinal, (0, 1), rank, 0.5) for ordinal in (0, 512)]
         contribute(lanes, [large, small * factor], copies)
-    assert not replicas.disagreeing(lanes, TOTAL)[0]
-    assert replicas.suspicious(lanes, TOTAL)[0]
+    assert not proof.disagreeing(lanes, TOTAL)[0]
+    assert proof.suspicious(lanes, TOTAL)[0]
 
 
 def test_complex_and_half_tensors():
     tensor = torch.randn(50, dtype=torch.complex64)
-    assert proof([tensor, tensor.conj()])
+    assert differ([tensor, tensor.conj()])
     half = torch.randn(50).half()
-    assert not proof([half, half])
+    assert not differ([half, half])
 
 
 def of_tokens(rows, columns, tokens, dtype, seed, kept=1.0):
@@ -128,8 +127,8 @@ def test_gradients_of_few_rows_that_nobody_averaged_are_found(rows, columns, tok
     for seed in range(6 if rows < 10**6 else 1):
         grads = [of_tokens(rows, columns, tokens, dtype, 100 * seed + rank) for rank in range(4)]
         total = torch.stack(grads).double().norm()
-        assert proof(grads, total, ordinal=seed)
-        assert not proof([grads[0]] * 4, total, ordinal=seed)
+        assert differ(grads, total, ordinal=seed)
+        assert not differ([grads[0]] * 4, total, ordinal=seed)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -143,7 +142,7 @@ def test_one_token_on_each_of_two_ranks_is_enough(rows, columns, seed, kept):
     """Each row has a value in each lane, so that half of them may well be zero."""
     grads = [of_tokens(rows, columns, 1, torch.float32, seed + i, kept) for i in range(2)]
     if not torch.equal(*grads):
-        assert proof(grads, torch.stack(grads).double().norm())
+        assert differ(grads, torch.stack(grads).double().norm())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -154,14 +153,14 @@ def test_rows_of_ones_at_other_places_are_found(rows, columns, pair):
     """Their sums of squares are equal."""
     places = [number % rows for number in pair]
     grads = [torch.zeros(rows, columns).index_fill_(0, torch.tensor(p), 1.0) for p in places]
-    assert proof(grads, grads[0].double().norm()) is (places[0] != places[1])
+    assert differ(grads, grads[0].double().norm()) is (places[0] != places[1])
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_of_a_few_bfloat16_steps_in_one_row_passes(seed):
     grad = of_tokens(500, 256, 1, torch.float32, seed)
     noisy = [grad * (1 + (torch.rand(500, 256) - 0.5) * 2**-7) for _ in range(4)]
-    assert not proof([n.bfloat16() for n in noisy], grad.double().norm())
+    assert not differ([n.bfloat16() for n in noisy], grad.double().norm())
 
 
 SHAPES = [(10, 64), (1024, 1024), (512, 1024), (3, 50), (50, 3), (17, 17), (1000, 12), (2000, 31)]
@@ -213,7 +212,7 @@ def test_large_tensors_are_folded_in_parts(monkeypatch):
 @pytest.mark.parametrize("rows", [8, 300])
 def test_a_sample_is_of_the_tensor_and_not_of_its_neighbours(cut, rows):
     tensor = cut(torch.randn(rows, 2))
-    assert not proof([tensor, tensor.clone(memory_format=torch.contiguous_format)])
+    assert not differ([tensor, tensor.clone(memory_format=torch.contiguous_format)])
     alone = tensor.clone(memory_format=torch.contiguous_format)
     inside = torch.full((tensor.numel() + 200,), 1e9)[100:-100]
-    assert not proof([inside.copy_(alone.flatten()).view(alone.shape), alone])
+    assert not differ([inside.copy_(alone.flatten()).view(alone.shape), alone])

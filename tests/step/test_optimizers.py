@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardclip.step.optimizers import factor_group, factor_groups, step_plain, step_scaled, unfused
 from shardclip.step.scale import scale_
-from tests.math.accelerator import accelerator, no_host_sync
+from tests.kernels.accelerator import accelerator, no_host_sync
 
 F = torch.tensor
 

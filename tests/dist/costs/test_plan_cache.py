@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardclip import ReplicaMismatchError, clip_grad_norm_, get_total_norm
-from shardclip.plan import cache as kept_plans
-from shardclip.plan import plan
+from shardclip.plan import cache, plan
 from tests.ranks import count_collectives, on_ranks, raised_everywhere
 from tests.ranks.models import loss_of, mlp
 from tests.ranks.tensors import exact_norm, mesh_of, parameter, sharded
@@ -52,7 +51,7 @@ def stepped(model, factor: float = 1.0, **options) -> int:
 
 def forget() -> None:
     """Begin as in a new process: another test's model may be of the same kind."""
-    vars(kept_plans._threads).clear()
+    vars(cache._threads).clear()
 
 
 def fully_sharded(*sizes):
@@ -177,12 +176,12 @@ def test_gradients_are_not_kept_alive():
 
 
 def test_few_sets_are_kept():
-    for size in range(3 * kept_plans._MOST):
+    for size in range(3 * cache._MOST):
         held = torch.nn.Parameter(torch.ones(5))
         held.grad = torch.ones(5)
         for _ in range(3):
             clip_grad_norm_([(f"w{size}", held)], 1.0)
-    assert len(kept_plans._threads.kept) <= kept_plans._MOST
+    assert len(cache._threads.kept) <= cache._MOST
 
 
 def test_a_threads_plans_are_its_own():

@@ -18,7 +18,7 @@ from shardclip.step.loss_scaling import (
 )
 from shardclip.step.optimizers import factor_group
 from shardclip.step.scale import scale_
-from tests.math.accelerator import accelerator, no_host_sync
+from tests.kernels.accelerator import accelerator, no_host_sync
 
 F = torch.tensor
 CPU = torch.device("cpu")

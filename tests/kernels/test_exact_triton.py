@@ -11,8 +11,7 @@ import torch
 from shardclip.kernels import exact as plain
 from shardclip.kernels import exact_programs, exact_triton
 from shardclip.math import exact
-
-from .test_exact import POWERS, power_sum, raw, value, wide
+from tests.math.test_exact import POWERS, power_sum, raw, value, wide
 
 # The interpreter computes with numpy, which warns of what a device does in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
