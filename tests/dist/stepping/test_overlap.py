@@ -19,7 +19,7 @@ from shardclip.comm import reduce
 from shardclip.comm.world import World
 from shardclip.layout.sources import Source
 from shardclip.step import overlap
-from tests.math.accelerator import accelerator
+from tests.kernels.accelerator import accelerator
 from tests.ranks import count_collectives, on_ranks
 from tests.ranks.models import loss_of, mlp
 from tests.ranks.tensors import exact_norm, local_of, mesh_of

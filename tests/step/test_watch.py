@@ -8,7 +8,7 @@ import torch
 from shardclip import compat
 from shardclip.step import watch
 from shardclip.step.watch import Watch
-from tests.math.accelerator import accelerator
+from tests.kernels.accelerator import accelerator
 
 
 def test_this_torch_can_tell():
