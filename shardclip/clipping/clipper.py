@@ -8,8 +8,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from shardclip.comm import Group, reduce
-from shardclip.layout import Layout, Planner, Read, grouped
-from shardclip.layout import sources as gradients
+from shardclip.layout import Layout, Planner, Read, grouped, notice_if_used_up
 from shardclip.math import norm
 from shardclip.notices import warn_once
 from shardclip.plan import exactness
@@ -156,7 +155,7 @@ class GradClipper(FromFrameworks, ClipperState, Cycle):
         how = settings.norm_type, settings.also, grad, overlap
         collector = Collector(sources, planner, agreed, lanes, *how, strays)
         Cycle.__init__(self, settings, max_norm, param_groups, agreed, collector, world)
-        gradients.notice_if_used_up(parameters, sources)
+        notice_if_used_up(parameters, sources)
         seen = [] if collector.overlap is None else collector.overlap.notices
         for message in [*agreed.notices, *seen]:
             warn_once(self, message)
