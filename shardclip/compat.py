@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -117,6 +116,31 @@ def first_sharing_memory(tensors: Sequence[Tensor], dense: bool) -> int | None:
     return next((i for i, tensor in enumerate(tensors) if shares_memory(tensor)), None)
 
 
+def storage_address(tensor: Tensor) -> int:
+    """Return where a tensor's storage begins, to compare: nobody will write there."""
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return address
+
+
+def mark(tensor: Tensor) -> bool:
+    """Mark a tensor's memory as copy-on-write, and say whether it is; see ``watch``."""
+    try:
+        torch._lazy_clone(tensor)
+        return is_marked(tensor)
+    except (AttributeError, RuntimeError):  # not in this torch, or not for this memory
+        return False
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is marked as copy-on-write."""
+    return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+
+
+def unmark(tensor: Tensor) -> None:
+    """Take the mark off, as every write does: ask for an address that may be written to."""
+    tensor.data_ptr()
+
+
 def mesh_and_placements(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return a DTensor's device mesh and placements."""
     return tensor.device_mesh, tensor.placements
@@ -161,7 +185,8 @@ class HostCopy:
         self._host = tensor.to("cpu", non_blocking=True)
         if tensor.device.type != "cpu":
             self._event = torch.Event(tensor.device)
-            self._event.record()
+            # Not the current device's stream, which is another one's without set_device().
+            self._event.record(torch.accelerator.current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
         """Ask without waiting; for what is this rank's alone, such as a log."""
@@ -199,43 +224,6 @@ def signatures(tensors: Sequence[Any]) -> list[object]:
         else signature(t)
         for t in tensors
     ]
-
-
-def address(tensor: Tensor) -> int:
-    """Tell where a tensor's values begin. ``data_ptr()`` would take it for being written to."""
-    return addresses([tensor])[0]
-
-
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Do the same for many, quickly."""
-    starts = map(torch._C._data_address, tensors)  # type: ignore[attr-defined]
-    offsets = map(Tensor.storage_offset, tensors)
-    sizes = map(attrgetter("itemsize"), tensors)
-    return [start + at * size for start, at, size in zip(starts, offsets, sizes, strict=True)]
-
-
-def lazy_copy(tensor: Tensor) -> Tensor | None:
-    """Share a tensor's memory until somebody writes to either; None where torch cannot.
-
-    Whatever writes through torch first moves what it writes to elsewhere: the memory of the copy
-    never changes. The storage and all its views move together.
-    """
-    try:
-        return torch._lazy_clone(tensor)
-    except RuntimeError:  # memory that torch has not allocated itself, or pinned
-        return None
-
-
-def is_unwritten(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether nobody has written to a tensor since its lazy copy was made, which is kept."""
-    return (
-        type(tensor) is type(copy)
-        and tensor.dtype == copy.dtype
-        and tensor.shape == copy.shape
-        and tensor.stride() == copy.stride()
-        and torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
-        and address(tensor) == address(copy)
-    )
 
 
 def from_local(local: Tensor, like: Any) -> Tensor:

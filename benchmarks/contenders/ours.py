@@ -37,8 +37,6 @@ def _overlapping(gradients: Gradients) -> Clipping:
     def backward() -> None:
         """Call the hooks that the clipper registered, as FSDP2 does for its sharded gradients."""
         for parameter in gradients.parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.detach()  # a new one in each step, as there
             hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
             for hook in list(hooks.values()):
                 hook(parameter)

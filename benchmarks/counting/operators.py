@@ -134,7 +134,7 @@ def traffic(
     made = [tensor for tensor in _tensors(out) if _storage(tensor) not in held]
     if not written and not made and _tensors(out):
         return [], []  # a view
-    if "empty" in name:
+    if "empty" in name or name == "_lazy_clone":  # shares the memory until somebody writes
         return [], []
     if name in _GATHERS:
         given = [(_storage(source), sum(map(_size, made))) for source in read[:1]]
@@ -169,8 +169,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    # data_ptr() would count as writing to it.
-    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+    return int(tensor.untyped_storage()._cdata)  # asking for an address counts as writing there
 
 
 @contextmanager

@@ -1,51 +1,38 @@
 """GradClipper: clipping for a training loop, worked out once."""
 
-import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from shardclip import compat
-from shardclip.comm import Group, Lanes, reduce
-from shardclip.errors import NonFiniteGradientError
-from shardclip.layout import Layout, Planner, Read, grouped
-from shardclip.layout import sources as gradients
-from shardclip.math import DOUBLE, SINGLE, norm
+from shardclip.comm import Group, reduce
+from shardclip.layout import Layout, Planner, Read, grouped, notice_if_used_up
+from shardclip.math import norm
 from shardclip.notices import warn_once
 from shardclip.plan import exactness
-from shardclip.record import Record
-from shardclip.rules import Limit, Rule, thresholds
+from shardclip.rules import Limit, thresholds
 from shardclip.step import (
-    Begun,
     ClipResult,
+    ClipSettings,
     Collector,
-    Judged,
-    Measured,
+    Cycle,
     Pending,
-    Skips,
     Strays,
-    agreement,
-    inspection,
     loss_scaling,
-    optimizers,
-    scale_,
-    start,
     uneven_inputs,
-    verdict,
+)
+from shardclip.step import (
+    optimizers as stepping,
 )
 
 from .from_frameworks import FromFrameworks
-from .functions import NO_GRADIENTS, Parameters
+from .functions import Parameters
+from .state import ClipperState
 
-POLICIES = ("propagate", "raise", "skip")
 
-
-class GradClipper(FromFrameworks):
+class GradClipper(FromFrameworks, ClipperState, Cycle):
     """Clip the gradients of a sharded model by their true global norm, every step.
 
     ``grad *= min(1, max_norm / (total_norm + 1e-6))``. Two ranks with shards [3] and [4] and
@@ -87,13 +74,16 @@ class GradClipper(FromFrameworks):
             all-reduce; not with p = inf.
         grad: From a parameter to its gradient, where that is not ``.grad``.
         overlap: Sum gradients in hooks during the backward pass, as they become ready; then
-            ``clip_()`` has little left but the all-reduce. For DTensor parameters (FSDP2's); plain
-            ones where one process is alone. A sum is used only where torch's copy-on-write proves
-            that nobody has written to the gradient since; else, and where gradients are added to in
-            place or somebody else's hooks run after accumulation, ``clip_()`` sums it. What it
-            cannot see is a raw pointer that was taken before the backward pass (a NumPy array of a
-            gradient that stays, a collective still under way). Whatever does write in between
-            (``unscale_``; not ``grad_scaler=``) then costs a copy of those gradients.
+            ``clip_()`` has little left but the all-reduce. For gradients on the CPU: of DTensor
+            parameters (FSDP2's), and of plain ones where one process is alone. A sum is used only
+            if it is proved that its gradient is the same: the same tensor, in the same place, in
+            memory that nobody has asked torch to write to since. All of torch shows there:
+            ``_foreach`` calls, ``GradScaler.unscale_``, collectives, ``.data``, views, NumPy, C
+            code that asks for the address. What has changed is summed again. On CUDA torch gives
+            no such proof: ``clip_()`` sums all gradients there, and a warning says so. It also sums
+            those of parameters that have post-accumulate hooks of others. One thing is not seen:
+            who writes past torch through an address that it had before the backward pass, such as
+            a NumPy array of a gradient that is kept from step to step.
         check_replicas: Compare copies bit for bit, in every step or every so many: a flipped bit or
             a swapped pair is found. Each holder then reads its copy in full once more, and on CUDA
             such a step has one host sync. Not with p = inf.
@@ -131,95 +121,43 @@ class GradClipper(FromFrameworks):
         *,
         group: Group = None,
         layout: Layout = None,
-        nonfinite: str = "propagate",
-        norms: str | None = None,
+        nonfinite: Literal["propagate", "raise", "skip"] = "propagate",
+        norms: Literal["parameter", "module"] | None = None,
         also: Sequence[str] = (),
         grad: Read | None = None,
         overlap: bool = False,
         check_replicas: bool | int = False,
-        on_drift: str = "raise",
+        on_drift: Literal["raise", "warn"] = "raise",
         max_consecutive_skips: int | None = None,
         exact: bool = False,
     ) -> None:
-        self.norm_type = norm.check_norm_type(norm_type)
-        self.max_norm = max_norm
-        self.nonfinite = _one_of("nonfinite", nonfinite, POLICIES)
-        self.also = (also,) if isinstance(also, str) else tuple(also)
-        _one_of("norms", norms, (None, "parameter", "module"))
-        if self.also and norm.is_maximum(self.norm_type):
-            raise ValueError("also= sums, and p = inf takes the maximum; drop one")
-        self.check_replicas = int(check_replicas)
-        if self.check_replicas < 0 or (check_replicas and norm.is_maximum(self.norm_type)):
-            raise ValueError(
-                f"check_replicas must be False, True or a number of steps, got {check_replicas!r}"
-                if self.check_replicas < 0
-                else "check_replicas= needs sums, and p = inf takes the maximum; drop one"
-            )
-        self.on_drift = _one_of("on_drift", on_drift, ("raise", "warn"))
-        self.max_consecutive_skips = max_consecutive_skips
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ValueError(
-                f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}"
-            )
-        self.steps = 0
-        self.record = Record()
-        self._alike: dict[str, object] = {}  # what else ranks must have alike in a step
-        self.result: ClipResult | None = None
-        self._skips = Skips()
-        self._had_gradients = False  # some rank, as far as this one knows
-        self._silent = 0  # steps before that
-        self._later: Any = None  # what takes the factor where a framework multiplies by it
-        self._under_way: tuple[weakref.ref[Pending], Begun] | None = None
-        self._world = reduce.resolve(group)
-        uneven_inputs.refuse_to_build(self._world)
+        settings = ClipSettings(
+            norm.check_norm_type(norm_type),
+            nonfinite,
+            norms,
+            (also,) if isinstance(also, str) else tuple(also),
+            int(check_replicas),
+            on_drift,
+            max_consecutive_skips,
+            exact,
+        )
+        world = reduce.resolve(group)
+        uneven_inputs.refuse_to_build(world)
         if exact:
-            exactness.check(self.norm_type, self._world)
-        planner = Planner(self._world, layout)
-        self._deferred: verdict.Deferred | None = None
-        self.param_groups, sources, problems = grouped(parameters, self._world)
+            exactness.check(settings.norm_type, world)
+        param_groups, sources, problems = grouped(parameters, world)
         if not problems:
-            thresholds.of_groups(self.param_groups, max_norm)  # raises for a wrong one
-        self._agreed = agreement.reach(
-            sources,
-            planner,
-            agreement.Settings(
-                self.norm_type,
-                self.nonfinite,
-                norms,
-                self.also,
-                self.check_replicas,
-                max_consecutive_skips,
-                exact,
-            ),
-            [group.get("max_norm", "default") for group in self.param_groups],
-            problems,
-        )
-        for missing in self._agreed.limits[len(self.param_groups) :]:  # another rank has more
-            self.param_groups.append({} if missing == "default" else {"max_norm": missing})
-        lanes = Lanes(
-            len(self.param_groups),
-            len(self._agreed.keys),
-            0 if norm.is_maximum(self.norm_type) else self._agreed.slots,
-            len(self.also),
-            0 if norm.is_maximum(self.norm_type) else self._world.size,
-            checks=True,
-            drift=self.check_replicas > 0,
-            window=(DOUBLE if self._agreed.wide else SINGLE) if exact else None,
-        )
-        self._collector = Collector(
-            sources,
-            planner,
-            self._agreed,
-            lanes,
-            self.norm_type,
-            self.also,
-            grad,
-            overlap,
-            Strays(parameters, sources, grad),
-        )
-        gradients.notice_if_used_up(parameters, sources)
-        seen = [] if self._collector.overlap is None else self._collector.overlap.notices
-        for message in [*self._agreed.notices, *seen]:
+            thresholds.of_groups(param_groups, max_norm)  # raises for a wrong one
+        planner = Planner(world, layout)
+        agreed = settings.agree(sources, planner, param_groups, problems)
+        lanes = settings.lanes(len(param_groups), agreed, world)
+        strays = Strays(parameters, sources, grad)
+        how = settings.norm_type, settings.also, grad, overlap
+        collector = Collector(sources, planner, agreed, lanes, *how, strays)
+        Cycle.__init__(self, settings, max_norm, param_groups, agreed, collector, world)
+        notice_if_used_up(parameters, sources)
+        seen = [] if collector.overlap is None else collector.overlap.notices
+        for message in [*agreed.notices, *seen]:
             warn_once(self, message)
 
     def clip_(
@@ -298,10 +236,7 @@ class GradClipper(FromFrameworks):
         Communication:
             As ``clip_``; the all-reduce is waited for in ``finish()``.
         """
-        begun = self._begin(also, grad_scaler, optimizers)
-        pending = Pending(begun, self._finish)
-        self._under_way = weakref.ref(pending), begun
-        return pending
+        return self._start(also, grad_scaler, optimizers)
 
     def step(
         self,
@@ -346,268 +281,8 @@ class GradClipper(FromFrameworks):
         for one in stepped:
             if not isinstance(one, Optimizer):
                 raise TypeError(f"optimizer must be a torch optimizer, got {type(one).__name__}")
-        into = optimizers.factor_groups(stepped, self._collector.group_of())
+        into = stepping.factor_groups(stepped, self._collector.group_of())
         if isinstance(grad_scaler, GradScaler) and not loss_scaling.is_torchs(grad_scaler):
             into = dict.fromkeys(into)  # a scaler's own step() is to be called
         begun = self._begin(also, grad_scaler, stepped, reads=None in into.values())
-        judged = self._judge(begun)
-        folded = [one for one in stepped if into[id(one)] is not None]
-        own = {id(p) for one in folded for p in optimizers.parameters_of(one)}
-        self._scale(judged, apart=frozenset(own))
-        for one in stepped:
-            group = into[id(one)]
-            coef = None if group is None else judged.factors[group]
-            if begun.scaler is not None and judged.stops is not None:
-                loss_scaling.step_with_scaler(begun.scaler, one, judged.stops, coef)
-            elif coef is not None:
-                optimizers.step_scaled(one, coef, judged.stops)
-            elif not judged.skipped:
-                optimizers.step_plain(one)
-        return self._result(judged)
-
-    def _begin(
-        self,
-        also: Mapping[str, float | Tensor] | None,
-        grad_scaler: object,
-        stepped: Sequence[Optimizer],
-        reads: bool = True,
-    ) -> Begun:
-        """Sum, and start the all-reduce.
-
-        Args:
-            also: The caller's numbers.
-            grad_scaler: Has scaled the loss of the optimizers' gradients.
-            stepped: Those optimizers.
-            reads: Whether ``nonfinite="skip"`` must be decided on the host.
-        """
-        if self._under_way is not None:
-            pending, lost = self._under_way
-            if pending() is not None:
-                raise RuntimeError("a step is under way: call finish() of what start() returned")
-            self._under_way = None  # nobody can finish it any more
-            lost.started.work.wait()
-        limits = thresholds.of_groups(self.param_groups, self.max_norm)
-        rule = thresholds.rule_of(limits)
-        scaler = loss_scaling.resolve(grad_scaler, stepped, self.norm_type)
-        uneven_inputs.refuse_settings(self._bound_to_all(rule), self._world)
-        collector, world = self._collector.taking_part()
-        if self._deferred is not None:
-            settled, self._deferred = self._deferred, None
-            settled.settle(world)
-        self._skips.raise_beyond(self.max_consecutive_skips)
-        compare = self.check_replicas > 0 and self.steps % self.check_replicas == 0
-        found = collector.collect(also, scaler, stepped)
-        self._had_gradients = self._had_gradients or bool(found.plan.seats)
-        # A loss scale that is too large is a scaler's usual way to find the right one.
-        strict = self.nonfinite == "raise" and scaler is None
-        skip = self.nonfinite == "skip" or thresholds.skips(rule)
-        started = start(
-            found.plan,
-            found.grads,
-            self.norm_type,
-            world,
-            strict=strict,
-            reads=found.fresh
-            or strict
-            or (skip and reads)
-            or compare
-            or not self._had_gradients,  # then there is nothing here that could be waited for
-            compare=compare,
-            added=found.added,
-            settings={
-                "max_norm": thresholds.named(limits),
-                "nonfinite": self.nonfinite,
-                "grad_scaler": scaler is not None,
-                "on_drift": self.on_drift,
-                "check_replicas, steps since": self.steps % max(1, self.check_replicas),
-                "steps": 0 if rule is None else self.steps,
-                **self._alike,
-            },
-        )
-        return Begun(started, found, limits, world, scaler, stepped)
-
-    def _bound_to_all(self, rule: Rule | None) -> list[str]:
-        """Name the arguments for which every rank must take part in every step."""
-        given = {
-            "also=": bool(self.also),
-            "check_replicas=": bool(self.check_replicas),
-            "max_consecutive_skips=": self.max_consecutive_skips is not None,
-            "max_norm= as a rule": rule is not None,
-        }
-        return [name for name, is_given in given.items() if is_given]
-
-    def _finish(self, begun: Begun) -> ClipResult:
-        judged = self._judge(begun)
-        self._scale(judged)
-        if begun.scaler is not None and judged.stops is not None:
-            for optimizer in begun.optimizers:
-                loss_scaling.mark_unscaled(begun.scaler, optimizer, judged.stops)
-        return self._result(judged)
-
-    def _judge(self, begun: Begun) -> Judged:
-        """Conclude on all ranks alike; raise what is wrong before anything is touched."""
-        self._under_way = None
-        self.steps += 1
-        measured = begun.started.finish(begun.found.unit)
-        warns = self.on_drift == "warn"
-        try:
-            self._deferred = verdict.pass_verdict(measured, begun.world, warns)
-        except NonFiniteGradientError:  # the step that a record is read for
-            self.record.add(self._untouched(measured, begun))
-            raise
-        measured.notices = list(begun.found.notices)
-        failed = None
-        if self._deferred is not None:
-            failed = self._deferred.failed.to(measured.total_norm.device)
-            measured.total_norm = torch.where(failed, torch.nan, measured.total_norm)
-            if compat.is_capturing():  # a replay of the graph returns to nobody who could raise
-                self._deferred = None
-        elif measured.flags.present == 0:
-            measured.notices.append((self, self._without_gradients()))
-        else:
-            self._had_gradients = True
-        applied = thresholds.apply(
-            begun.limits, measured.group_norms, measured.total_norm, self.steps - 1
-        )
-        coefs = applied.coefs
-        if failed is not None:
-            coefs = torch.where(failed, 1.0, coefs)
-        unit = begun.found.unit
-        factors = coefs if unit is None else coefs * unit.to(coefs.device)
-        names = self._names(measured)
-        stops = applied.spiked
-        if begun.scaler is not None or self.nonfinite == "skip":
-            nonfinite = ~torch.isfinite(measured.total_norm)
-            stops = nonfinite if stops is None else stops | nonfinite
-        if stops is None:
-            return Judged(measured, coefs, factors, failed, False, names, applied.limits)
-        if failed is not None:
-            stops = stops | failed
-        coefs, factors = torch.where(stops, 1.0, coefs), torch.where(stops, 1.0, factors)
-        skipped = bool(stops) if measured.read else stops
-        if names is not None and self.nonfinite == "skip" and self._deferred is None:
-            measured.nonfinite = inspection.nonfinite(measured, begun.world)
-        return Judged(measured, coefs, factors, stops, skipped, names, applied.limits)
-
-    def _without_gradients(self) -> str:
-        """Say that there are none: again, if ever more rarely, while there never were any."""
-        if self._had_gradients:
-            return NO_GRADIENTS
-        self._silent += 1
-        told = 10 ** (len(str(self._silent)) - 1)  # after 1, 10, 100, ... steps
-        return NO_GRADIENTS if told == 1 else f"in each of the first {told} steps: {NO_GRADIENTS}"
-
-    @staticmethod
-    def _names(measured: Measured) -> list[str] | None:
-        """Name what is not finite while the gradients still have it, where looking is free."""
-        if not measured.read or measured.finite:
-            return None
-        return verdict.nonfinite_names(measured)
-
-    def _scale(self, judged: Judged, apart: frozenset[int] = frozenset()) -> None:
-        """Multiply the gradients, but for those of the parameters set apart by ``id``."""
-        read = judged.measured.read
-        factors = judged.factors.tolist() if read else judged.factors
-        if self._later is not None:
-            self._later.put(factors[0])
-            return
-        for group, factor in enumerate(factors):
-            if read and factor == 1:
-                continue  # nothing is touched, nor even collected
-            scale_(judged.measured.targets(group, apart), factor)
-
-    def _untouched(self, measured: Measured, begun: Begun) -> ClipResult:
-        """Describe a step that raises and leaves the gradients alone, for the record."""
-        return ClipResult(
-            measured,
-            torch.ones_like(measured.group_norms),
-            keys=self._agreed.keys,
-            sums=self.also,
-            skipped=True,
-            nonfinite=self._names(measured),
-            max_norms=[None if callable(limit) else limit for limit in begun.limits],
-            step=self.steps,
-        )
-
-    def _result(self, judged: Judged) -> ClipResult:
-        self._skips.count(judged.skipped)
-        self.result = result = ClipResult(
-            judged.measured,
-            judged.coefs,
-            keys=self._agreed.keys,
-            sums=self.also,
-            skipped=judged.skipped,
-            nonfinite=judged.names,
-            max_norms=judged.limits,
-            step=self.steps,
-        )
-        self.record.add(result)
-        if self._deferred is None and not isinstance(judged.skipped, Tensor):  # all ranks know
-            self._skips.raise_beyond(self.max_consecutive_skips)
-        # Last: where a warning is an error, the step is through on this rank, too.
-        for about, message in judged.measured.notices:
-            warn_once(about, message)
-        for note in judged.measured.notes:
-            warnings.warn(note, stacklevel=3)
-        return result
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped; a host sync where that was decided on a device."""
-        return int(self._skips.total)
-
-    @property
-    def consecutive_skips(self) -> int:
-        """How many steps were skipped since the last one that was not; a host sync likewise."""
-        return int(self._skips.streak)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep: counts, and the state of an adaptive ``max_norm``.
-
-        Small tensors of fixed shapes, the same on every rank whatever the number of ranks, for
-        ``torch.save`` and ``torch.distributed.checkpoint`` (the clipper itself is one of its
-        ``Stateful`` objects). A rule of your own is kept where it has ``state_dict()`` and
-        ``load_state_dict()``.
-
-        Communication:
-            None. A host sync where skips were counted on a device.
-        """
-        own = getattr(self.max_norm, "state_dict", None)
-        return {
-            "steps": compat.on_host(self.steps, torch.int64),
-            "skipped": compat.on_host(self.skipped, torch.int64),
-            "consecutive_skips": compat.on_host(self.consecutive_skips, torch.int64),
-            "max_norm": {} if own is None else own(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another clipper was; every rank must load the same.
-
-        Args:
-            state: What its ``state_dict()`` returned.
-
-        Raises:
-            ValueError: It lacks something, or was another threshold's; nothing changed.
-        """
-        missing = {"steps", "skipped", "consecutive_skips", "max_norm"} - set(state)
-        if missing:
-            raise ValueError(
-                f"the state lacks {', '.join(sorted(missing))}; give what a GradClipper's "
-                "state_dict() returned"
-            )
-        load = getattr(self.max_norm, "load_state_dict", None)
-        if load is not None:
-            load(state["max_norm"])
-        elif state["max_norm"]:
-            raise ValueError(
-                f"the state is that of an adaptive max_norm, but this clipper's is "
-                f"{self.max_norm!r}; give it a threshold made as the saved one was"
-            )
-        self.steps = int(state["steps"])
-        self._skips = Skips(int(state["skipped"]), int(state["consecutive_skips"]))
-
-
-def _one_of(what: str, value: str | None, choices: Sequence[str | None]) -> str:
-    if value not in choices:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return str(value)
+        return self._finish_stepping(begun, stepped, into)

@@ -22,17 +22,10 @@ from shardclip.layout import (
 from shardclip.math import norm
 from shardclip.notices import warn_once
 from shardclip.plan import exactness
-from shardclip.step import measure_once, rounded, scale_
+from shardclip.step import NO_GRADIENTS, measure_once, rounded, scale_
 
 Parameters = nn.Module | Tensor | Iterable[Any]
 """A module, one tensor, or an iterable of tensors or ``(name, tensor)`` pairs."""
-
-NO_GRADIENTS = (
-    "no gradient on any rank: the norm is 0 and nothing is clipped. Was backward() run, are the "
-    "gradients kept elsewhere (DeepSpeed engines, Megatron's main_grad), was the gradient sync off "
-    "(FSDP2's set_requires_gradient_sync(False)), or were the parameters replaced since they were "
-    "listed (fully_shard, to_empty, load_state_dict(assign=True))?"
-)
 
 
 def clip_grad_norm_(

@@ -148,8 +148,8 @@ class _Clipper(GradClipper):
         limit = self._each(parameter) if callable(self._each) else self._each
         return norm.check_max_norm(limit, "max_norm of a tensor")
 
-    def _result(self, judged: Judged) -> ClipResult:
-        result = super()._result(judged)
+    def _report(self, judged: Judged) -> ClipResult:
+        result = super()._report(judged)
         norms = judged.measured.norms[judged.measured.plan.lanes.groups :]
         self.norms_by_name = dict(zip(self._agreed.keys, norms.unbind(), strict=True))
         return result

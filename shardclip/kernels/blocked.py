@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardclip.compat import address, addresses, in_storage_order, on_host
+from shardclip.compat import in_storage_order, on_host
 
 from . import foreach
 from .packing import packs
@@ -185,11 +185,13 @@ def _side_by_side(
             storages[tensor.untyped_storage()._cdata, tensor.dtype].append(index)
     runs = []
     for held in storages.values():
-        held.sort(key=lambda index: address(tensors[index]))
+        if len(held) < 2:
+            continue  # nor is its address asked for, which ends a watch over its memory
+        held.sort(key=lambda index: tensors[index].data_ptr())
         stretch: list[int] = []
         end = -1
         for index in held:
-            begin = address(tensors[index])
+            begin = tensors[index].data_ptr()
             if begin != end and stretch:
                 runs.append(stretch)
                 stretch = []
@@ -203,8 +205,8 @@ def _side_by_side(
 
 
 def _adjacent(tensors: Sequence[Tensor], stretch: list[int], bucket: int) -> _Run:
-    places = addresses([tensors[index] for index in stretch])
-    offsets = [place - places[0] for place in places]
+    base = tensors[stretch[0]].data_ptr()
+    offsets = [tensors[index].data_ptr() - base for index in stretch]
     numel = sum(tensors[index].numel() for index in stretch)
     return _Run(bucket, stretch, numel, _wide(tensors[stretch[0]].dtype), offsets)
 
@@ -212,7 +214,7 @@ def _adjacent(tensors: Sequence[Tensor], stretch: list[int], bucket: int) -> _Ru
 def _have_moved(run: _Run, tensors: Sequence[Tensor]) -> bool:
     """Whether tensors that lay side by side no longer do: gradients are new in every step."""
     held = [tensors[index] for index in run.indices]
-    places = addresses(held)
+    places = list(map(Tensor.data_ptr, held))
     base = places[0]
     if [place - base for place in places] != run.offsets:
         return True

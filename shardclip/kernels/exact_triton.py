@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from shardclip.compat import addresses, numbers_in, on_host, to_device
+from shardclip.compat import numbers_in, on_host, to_device
 from shardclip.math import exact, windows
 
 from . import exact as plain
@@ -66,7 +66,7 @@ class _Launch:
         """Return ``(count, windows.SINGLE.lanes)``, carries taken."""
         flat = [plain.flatten([tensors[index]], p) for index in self.indices]
         device = self.pieces.device
-        table = to_device(on_host(addresses(flat), torch.int64), device)
+        table = to_device(on_host([tensor.data_ptr() for tensor in flat], torch.int64), device)
         pieces = len(self.pieces)
         found = torch.empty(pieces, programs.LANES.value, dtype=torch.int64, device=device)
         on_device: AbstractContextManager[object] = (

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardclip.compat import addresses, in_storage_order, on_host, to_device
+from shardclip.compat import in_storage_order, on_host, to_device
 
 from . import foreach, programs
 
@@ -176,7 +176,7 @@ def multiply_(tensors: Sequence[Tensor], coef: Tensor) -> None:
     torch.autograd.graph.increment_version(held)  # autograd does not see the launch
     with _on(device):
         programs.multiply_blocks[(min(count, _programs(device)),)](
-            _addresses(held, device, blocks, writes=True),
+            _addresses(held, device, blocks),
             blocks.tensors,
             blocks.blocks,
             count,
@@ -234,18 +234,9 @@ def _in_storage_order(tensor: Tensor) -> Tensor:
     return in_storage_order(tensor)
 
 
-def _addresses(
-    tensors: Sequence[Tensor],
-    device: torch.device,
-    reader: object,
-    writes: bool = False,
-) -> Tensor:
-    """Return the tensors' addresses on the device, copied there without a host sync.
-
-    What is written to must first leave memory that it shares with a lazy copy.
-    """
-    found = [tensor.data_ptr() for tensor in tensors] if writes else addresses(tensors)
-    held = on_host(found, torch.int64)
+def _addresses(tensors: Sequence[Tensor], device: torch.device, reader: object) -> Tensor:
+    """Return the tensors' addresses on the device, copied there without a host sync."""
+    held = on_host([tensor.data_ptr() for tensor in tensors], torch.int64)
     if device.type == "cpu":
         return held
     held = held.pin_memory()

@@ -3,27 +3,30 @@
 In come gradients and a plan, out comes a `ClipResult`, the same on every rank.
 """
 
-from . import agreement, inspection, loss_scaling, optimizers, uneven_inputs, verdict
+from . import inspection, loss_scaling, optimizers, uneven_inputs, verdict
 from .collect import Collector
-from .measure import Measured, start
+from .cycle import Cycle
+from .measure import Measured
 from .optimizers import parameters_of
-from .pending import Begun, Judged, Pending
+from .pending import Judged, Pending
 from .result import ClipResult
 from .scale import scale_
+from .settings import ClipSettings
 from .single import measure_once, rounded
 from .skips import Skips
-from .strays import Strays
+from .strays import NO_GRADIENTS, Strays
 
 __all__ = [
-    "Begun",
+    "NO_GRADIENTS",
     "ClipResult",
+    "ClipSettings",
     "Collector",
+    "Cycle",
     "Judged",
     "Measured",
     "Pending",
     "Skips",
     "Strays",
-    "agreement",
     "inspection",
     "loss_scaling",
     "measure_once",
@@ -31,7 +34,6 @@ __all__ = [
     "parameters_of",
     "rounded",
     "scale_",
-    "start",
     "uneven_inputs",
     "verdict",
 ]

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from shardclip import compat
 from shardclip.comm import Lanes, World
 from shardclip.errors import problem
-from shardclip.layout import Planner, Read, Source, adapters
-from shardclip.layout import sources as gradients
+from shardclip.layout import Planner, Read, Source, adapters, gradient
 from shardclip.math import norm
 from shardclip.plan import Plan, exactness, plan
 
@@ -127,7 +126,7 @@ class Collector:
     def _gradients(self) -> list[Tensor | None]:
         if self._bare:
             return [parameter.grad for parameter in self._bare]
-        return [gradients.gradient(source, self._read) for source in self.sources]
+        return [gradient(source, self._read) for source in self.sources]
 
     def _unit(
         self, scaler: GradScaler, stepped: Sequence[Optimizer], grads: Sequence[Tensor | None]

@@ -1,22 +1,16 @@
 """Local sums taken during the backward pass, as each gradient becomes ready.
 
 A hook after each parameter's accumulation sums its gradient while it is warm; the clipping call
-then has only the small ones left, and the all-reduce. A sum is used only if its gradient is proved
-unchanged. Version counters prove nothing: ``torch._foreach_*`` on DTensors, ``unscale_``,
-collectives and ``.data`` do not move them. What does is torch's copy-on-write: the hook keeps a
-lazy copy of the gradient, so that whatever writes to the memory through torch moves the gradient
-elsewhere first. Where it still lies at the copy's address, nobody has written. Else the gradient
-is summed again.
+then has only the small ones left, and the all-reduce. A sum is used only if it is proved that the
+gradient is the same: the same tensor in the same memory, which nobody has written to (``watch``).
+What is not proved is summed again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +22,8 @@ from shardclip.layout import Source
 from shardclip.math import norm
 from shardclip.plan import Plan, Seat, cut
 
+from . import watch
+
 Build = Callable[[Sequence[Tensor], Sequence[int], int], kernels.Kernel]
 
 SMALL = 1 << 15  # elements; below, a hook costs more than the sum
@@ -38,8 +34,13 @@ ON_PLAIN = (
     "sums those itself"
 )
 ON_OFFLOAD = (
-    "overlap=True under FSDP2's CPU offload: a gradient may still be on its way to the host when "
-    "its hook runs, so clip_() sums those itself"
+    "overlap=True under FSDP2's CPU offload: when a hook runs, the copy of its gradient to the "
+    "host may still be under way. clip_() sums those itself"
+)
+ON_DEVICE = (
+    "overlap=True uses a sum of the backward pass only where it is proved that nothing has changed "
+    "the gradient afterwards. With torch {} that cannot be proved on {}, where torch._foreach_* "
+    "calls and GradScaler.unscale_ leave no trace: clip_() sums those gradients itself"
 )
 
 
@@ -49,19 +50,28 @@ class _Early:
 
     Attributes:
         grad: The gradient, which must not outlive its step.
-        copy: A lazy copy of its local part: it takes no memory until somebody writes.
+        state: What it was then.
+        watch: Sees whoever writes to its memory.
         power_sum: float64 of shape ``(1,)``, on the gradient's device.
     """
 
     grad: weakref.ref[Tensor]
-    copy: Tensor
+    state: tuple[object, ...]
+    watch: watch.Watch
     power_sum: Tensor
 
     def is_of(self, grad: Tensor | None) -> bool:
         """Whether it is the sum of this gradient as it is now."""
         if grad is None or grad is not self.grad():
             return False
-        return compat.is_unwritten(compat.local_tensor(grad), self.copy)
+        local = compat.local_tensor(grad)
+        return self.watch.saw_nothing(local) and _state(grad, local) == self.state
+
+
+def _state(grad: Tensor, local: Tensor) -> tuple[object, ...]:
+    """Tell where in their memory a gradient's numbers lie, and the versions that count changes."""
+    place = local.storage_offset(), local.shape, local.stride(), local.dtype
+    return grad._version, local._version, *place
 
 
 class Overlap:
@@ -70,31 +80,37 @@ class Overlap:
     def __init__(self, sources: Sequence[Source], p: float, world: World) -> None:
         """Register a hook for each parameter whose gradient is final when the hook runs."""
         self.early: dict[int, _Early] = {}
-        self.streams: dict[torch.device, torch.Stream] = {}
         self._p = p
         self._seats: dict[int, tuple[int, Seat]] = {}
         self._positions: list[int] = []
         self._seen: dict[int, weakref.ref[Tensor]] = {}
-        self._calls: Counter[int] = Counter()  # of the hooks, by the parameter, since the last step
-        self._usual: Counter[int] = Counter()  # in the step before
+        self._last: dict[int, int] = {}
+        self._waiting: dict[int, list[Tensor]] = {}
         self._build: Build = kernels.build
         self._kernels: dict[int, kernels.Kernel] = {}
         trained = [s for s in sources if getattr(s.parameter, "requires_grad", False)]
-        final = [s.parameter for s in trained if _is_final(s, world)]
-        elsewhere = world.device is not None and world.device.type != "cpu"
-        hooked = [p for p in final if not (elsewhere and p.device.type == "cpu")]
-        self.notices = [ON_PLAIN] if len(final) < len(trained) else []
-        self.notices += [ON_OFFLOAD] if len(hooked) < len(final) else []
-        observe = _Observer(weakref.ref(self))
-        handles = [parameter.register_post_accumulate_grad_hook(observe) for parameter in hooked]
+        obstacles = [_obstacle(source, world) for source in trained]
+        self.notices = list(dict.fromkeys(found for found in obstacles if found is not None))
+        pairs = zip(trained, obstacles, strict=True)
+        hooked = [source.parameter for source, found in pairs if found is None]
+        hook = _Hook(weakref.ref(self))
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in hooked]
         weakref.finalize(self, _remove, handles)
 
     def drop_outdated(self, grads: Sequence[Tensor | None]) -> None:
         """Forget the sums of gradients that were changed or replaced after their hook."""
-        self._usual, self._calls = self._calls, Counter()
-        for index in list(self.early):
-            if not self.early[index].is_of(grads[self._positions[index]]):
-                del self.early[index]
+        for known in (self._seen, self._last, self._waiting):
+            known.clear()
+        proved = {
+            index: early
+            for index, early in self.early.items()
+            if early.is_of(grads[self._positions[index]])
+        }
+        for early in self.early.values():  # only now: several may lie in one memory
+            grad = early.grad()
+            if grad is not None:
+                watch.end(compat.local_tensor(grad))
+        self.early = proved
 
     def follow(self, plan: Plan) -> None:
         """Sum from now on what this plan reads, and let its kernel use that."""
@@ -112,53 +128,43 @@ class Overlap:
 
     @torch.no_grad()
     def observe(self, parameter: Tensor) -> None:
-        """Sum a gradient that has just been accumulated."""
-        index, seat = self._seats.get(id(parameter), (-1, None))
-        if seat is None or parameter.grad is None:
+        """Sum a gradient that has just been accumulated.
+
+        FSDP2's gradients of one unit lie in one memory. Accumulating into one of them is a write
+        like any other, so they are summed when the last of them is accumulated.
+        """
+        grad = parameter.grad
+        if grad is None or _has_hooks_of_others(parameter):
             return
-        self.early.pop(index, None)
-        if not self._is_whole(parameter, parameter.grad) or _has_other_hooks(parameter):
-            return
-        local = compat.local_tensor(parameter.grad)
+        local = compat.local_tensor(grad)
         if not compat.is_plain(local) or not compat.is_strided(local):
             return
-        copy = compat.lazy_copy(local)
-        if copy is None:
+        memory = compat.storage_address(local)
+        before = self._seen.get(id(parameter))
+        self._seen[id(parameter)] = weakref.ref(grad)
+        if before is None or before() is not grad:  # new: nothing was accumulated
+            self._last[memory] = id(parameter)
+            self._sum(parameter, grad)
             return
+        self._waiting.setdefault(memory, []).append(parameter)
+        if self._last.get(memory) == id(parameter):
+            for waiting in self._waiting.pop(memory):
+                held = waiting.grad
+                if held is not None and held is self._seen[id(waiting)]():
+                    self._sum(waiting, held)
+
+    def _sum(self, parameter: Tensor, grad: Tensor) -> None:
+        index, seat = self._seats.get(id(parameter), (-1, None))
+        if seat is None:
+            return
+        local = compat.local_tensor(grad)
         part = cut(seat, local)
         if index not in self._kernels:
             self._kernels[index] = self._build([part], [0], 1)
-        with self._aside(part):
+        seen = watch.begin(local)  # first: what is written while it is read counts, too
+        if seen is not None:
             power_sum = self._kernels[index]([part], self._p)
-        forget = partial(_forget, weakref.ref(self), index)
-        self.early[index] = _Early(weakref.ref(parameter.grad, forget), copy, power_sum)
-
-    def _is_whole(self, parameter: Tensor, grad: Tensor) -> bool:
-        """Whether nothing will be added to a gradient any more, as far as the last step tells.
-
-        FSDP2's gradients of one unit share their memory. Adding to one of them would copy all, if
-        a lazy copy of another were kept.
-        """
-        key = id(parameter)
-        self._calls[key] += 1
-        before = self._seen.get(key)
-        self._seen[key] = weakref.ref(grad)
-        added_to = before is not None and before() is grad
-        return not added_to and self._calls[key] == 1 and self._usual[key] <= 1
-
-    @contextmanager
-    def _aside(self, part: Tensor) -> Iterator[None]:
-        """On an accelerator work on a side stream, behind what has made the gradient."""
-        if part.device.type == "cpu":
-            yield
-            return
-        if part.device not in self.streams:
-            self.streams[part.device] = torch.Stream(part.device)
-        stream = self.streams[part.device]
-        stream.wait_stream(torch.accelerator.current_stream(part.device))
-        with stream:
-            yield
-        part.record_stream(stream)  # its memory must not be given away before it is read
+            self.early[index] = _Early(weakref.ref(grad), _state(grad, local), seen, power_sum)
 
 
 class _Sums:
@@ -193,8 +199,6 @@ class _Sums:
         sums = compat.to_device(self._rest[rest]([tensors[i] for i in rest], p), self._home)
         if not used:
             return sums
-        for device, stream in self._overlap.streams.items():
-            torch.accelerator.current_stream(device).wait_stream(stream)
         taken = torch.cat([compat.to_device(one.power_sum, self._home) for one in used.values()])
         places = compat.on_host([self._buckets[i] for i in used], torch.int64)
         places = compat.to_device(places, self._home)
@@ -203,38 +207,41 @@ class _Sums:
         return sums.index_add_(0, places, taken)
 
 
-def _is_final(source: Source, world: World) -> bool:
-    """Whether a gradient is reduced already when its hook runs."""
+def _obstacle(source: Source, world: World) -> str | None:
+    """Say why a gradient is not summed early, if so."""
     parameter = source.parameter
     if source.span is not None or not parameter.is_leaf or compat.is_fsdp1_flattened(parameter):
-        return False
-    return compat.is_dtensor(parameter) or world.size == 1
+        return ON_PLAIN
+    if not compat.is_dtensor(parameter) and world.size > 1:
+        return ON_PLAIN
+    kind = parameter.device.type
+    if not watch.works_on(parameter.device):
+        return ON_DEVICE.format(torch.__version__, kind)
+    others = {kind if world.device is None else world.device.type}
+    if compat.is_dtensor(parameter):
+        others.add(compat.mesh_and_placements(parameter)[0].device_type)
+    return None if others == {kind} else ON_OFFLOAD
 
 
-class _Observer:
-    """A hook that does not keep the clipper alive."""
+class _Hook:
+    """A hook that does not keep the clipper alive; a class, so that it is known again."""
 
     def __init__(self, overlap: weakref.ref[Overlap]) -> None:
         self._overlap = overlap
 
     def __call__(self, parameter: Tensor) -> None:
-        """Sum a gradient that has just been accumulated."""
-        found = self._overlap()
-        if found is not None:
-            found.observe(parameter)
+        overlap = self._overlap()
+        if overlap is not None:
+            overlap.observe(parameter)
 
 
-def _has_other_hooks(parameter: Tensor) -> bool:
-    """Whether a hook of somebody else may have begun to write, say by a collective under way."""
+def _has_hooks_of_others(parameter: Any) -> bool:
+    """Whether somebody else's hook may have begun what is still changing this gradient.
+
+    An asynchronous collective, say, which has taken the address before the watch begins.
+    """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(type(hook) is not _Observer for hook in hooks.values())
-
-
-def _forget(overlap: weakref.ref[Overlap], index: int, _: object) -> None:
-    """Let go of a lazy copy when its gradient is gone, or the memory would stay."""
-    found = overlap()
-    if found is not None:
-        found.early.pop(index, None)
+    return not all(isinstance(hook, _Hook) for hook in hooks.values())
 
 
 def _remove(handles: Sequence[Any]) -> None:

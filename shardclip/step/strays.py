@@ -20,6 +20,12 @@ from shardclip.layout import Read, Source, adapters, clean, refuse_gradients
 
 from . import optimizers
 
+NO_GRADIENTS = (
+    "no gradient on any rank: the norm is 0 and nothing is clipped. Was backward() run, are the "
+    "gradients kept elsewhere (DeepSpeed engines, Megatron's main_grad), was the gradient sync off "
+    "(FSDP2's set_requires_gradient_sync(False)), or were the parameters replaced since they were "
+    "listed (fully_shard, to_empty, load_state_dict(assign=True))?"
+)
 _CHANGES = (
     "a new layer, head or adapter, load_state_dict(assign=True), to_empty, weight_norm, "
     "fully_shard, FullyShardedDataParallel, ..."
@@ -217,4 +223,4 @@ def _memory(grads: Iterable[Tensor | None]) -> Callable[[Tensor], bool]:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     local = adapters.storage(compat.local_tensor(tensor))
-    return compat.address(local), compat.address(local) + local.numel() * local.element_size()
+    return local.data_ptr(), local.data_ptr() + local.numel() * local.element_size()

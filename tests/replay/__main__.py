@@ -31,17 +31,26 @@ def read(folder: Path) -> dict[str, dict[str, object]]:
     return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
+def unlike(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Name what differs in one all-reduce. A gradient that was gone in time is like any other."""
+    pairs = zip(old.get("gradients", []), new.get("gradients", []), strict=False)
+    gradients = any(a != b for a, b in pairs if a is not None and b is not None)
+    return [key for key in old if key != "gradients" and old[key] != new.get(key)] + (
+        ["gradients"] if gradients else []
+    )
+
+
 def differences(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
     """A line for each rank's call that is not the same any more."""
     lines = []
     for name in sorted(before.keys() & after.keys()):
         old, new = before[name]["lines"], after[name]["lines"]
-        if old != new:
-            pairs = zip(old, new, strict=False)
-            step = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(old), len(new)))
-            first = zip(old[step : step + 1], new[step : step + 1], strict=False)
-            what = [key for a, b in first for key in a if a.get(key) != b.get(key)]
-            lines.append(f"{before[name]['call'][:100]}: all-reduce {step}: {', '.join(what)}")
+        found = [unlike(a, b) for a, b in zip(old, new, strict=False)]
+        found += [["one more, or one less"]] if len(old) != len(new) else []
+        step = next((i for i, what in enumerate(found) if what), None)
+        if step is not None:
+            call = before[name]["call"][:100]
+            lines.append(f"{call}: all-reduce {step}: {', '.join(found[step])}")
     return lines
 
 

@@ -159,3 +159,39 @@ def test_where_lanes_are_not_read_the_next_call_raises():
         clipper.max_norm = 1.0
         raised_everywhere(clipper.clip_, ValueError, "max_norm= differs")
     assert clipper.clip_().clipped
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("nonfinite", "ignore"), ("on_drift", "explode"), ("max_consecutive_skips", 0)],
+)
+def test_a_setting_that_is_changed_later_is_checked_like_the_first(name, value):
+    clipper = GradClipper([torch.nn.Parameter(torch.zeros(2))], 1.0)
+    before = getattr(clipper, name)
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        setattr(clipper, name, value)
+    assert getattr(clipper, name) == before
+
+
+@pytest.mark.parametrize("name", ["norm_type", "also", "check_replicas"])
+def test_what_the_payload_was_laid_out_for_cannot_be_changed(name):
+    clipper = GradClipper([torch.nn.Parameter(torch.zeros(2))], 1.0)
+    with pytest.raises(AttributeError):
+        setattr(clipper, name, float("inf"))
+
+
+CALLS = {
+    "clip_": lambda clipper, parameters: clipper.clip_(),
+    "finish": lambda clipper, parameters: clipper.start().finish(),
+    "step": lambda clipper, parameters: clipper.step(torch.optim.SGD(parameters, 0.1)),
+    "clip_grad_norm_": lambda clipper, parameters: clip_grad_norm_(parameters, 1.0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_warning_points_at_the_line_that_called(call):
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    clipper = GradClipper(parameters, 1.0)
+    with pytest.warns(UserWarning, match="no gradient on any rank") as warned:
+        CALLS[call](clipper, parameters)
+    assert {one.filename for one in warned} == {__file__}

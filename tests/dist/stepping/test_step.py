@@ -165,7 +165,7 @@ def test_no_pass_over_the_gradients_is_made_for_a_fused_optimizer():
     def noted(targets, factor):
         scaled.extend(targets)
 
-    patch.setattr("shardclip.clipping.clipper.scale_", noted)
+    patch.setattr("shardclip.step.cycle.scale_", noted)
     try:
         assert clipper.step(optimizer).clipped
     finally:
