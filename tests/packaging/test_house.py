@@ -1,4 +1,4 @@
-"""The tree in CONTRIBUTING.md is the real one; folders have doors; files and functions are short."""
+"""The tree in CONTRIBUTING.md is the real one; folders have doors; what is in them is short."""
 
 import ast
 import re
