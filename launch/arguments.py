@@ -170,6 +170,14 @@ def _add_batch(to: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="any further option of sbatch",
     )
+    _add_environment(to)
+    _add_limits(to)
+    _add_sbatch(to)
+    to.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]",
+                    help="the script and its own arguments")  # fmt: skip
+
+
+def _add_environment(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--env",
         action="append",
@@ -184,6 +192,9 @@ def _add_batch(to: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="logs and markers of each job go below (default: shardclip-runs)",
     )
+
+
+def _add_limits(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--notice-signal",
         choices=("USR1", "USR2"),
@@ -206,12 +217,13 @@ def _add_batch(to: argparse.ArgumentParser) -> None:
     )
     to.add_argument("--tee", choices=("0", "all", "none"), default="0",
                     help="ranks shown in the job's output (default: 0)")  # fmt: skip
+
+
+def _add_sbatch(to: argparse.ArgumentParser) -> None:
     known = to.add_argument_group("sbatch's options, passed on")
     for name in SBATCH_OPTIONS:
         how: dict[str, str] = {"nargs": "?", "const": ""} if name in SBATCH_FLAGS else {}
         known.add_argument(f"--{name}", metavar=name.upper(), dest=f"sbatch_{name}", **how)  # type: ignore[arg-type]
-    to.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]",
-                    help="the script and its own arguments")  # fmt: skip
 
 
 def _count(text: str) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardclip import copies
 from shardclip.compat import constant, on_host, to_device
-from shardclip.math import ALONE, Digits, exact, fingerprints
+from shardclip.math import ALONE, Digits, exact, fingerprints, windows
 
 from .world import World
 
@@ -72,7 +72,7 @@ class Lanes:
     ranks: int = 0
     checks: bool = False
     drift: bool = False
-    window: exact.Window | None = None
+    window: windows.Window | None = None
 
     @cached_property
     def powers(self) -> slice:
@@ -111,9 +111,9 @@ class Lanes:
         return int(self.bits.stop) + self.slots * copies.proof.LANES
 
     @cached_property
-    def _proofs(self) -> exact.Window:
+    def _proofs(self) -> windows.Window:
         """The window of the proof's lanes where they are integers."""
-        return exact.SINGLE if self.window is exact.SINGLE else exact.NUMBER
+        return windows.SINGLE if self.window is windows.SINGLE else windows.NUMBER
 
     @cached_property
     def _digits(self) -> Digits:
@@ -184,13 +184,13 @@ class Lanes:
         widths = [
             self.powers.stop * self.window.lanes,
             self.flags.stop - self.flags.start,
-            self.sums * exact.NUMBER.lanes,
+            self.sums * windows.NUMBER.lanes,
             self.bits.stop - self.bits.start,
             self.slots * copies.proof.LANES * self._proofs.lanes,
         ]
         sums, flags, added, bits, proof = torch.split(sent, widths)
         sums = sums.view(-1, self.window.lanes)
-        numbers = exact.decode(added.view(-1, exact.NUMBER.lanes))
+        numbers = exact.decode(added.view(-1, windows.NUMBER.lanes))
         samples = exact.decode(proof.view(-1, self._proofs.lanes), self._proofs)
         powers = exact.decode(sums, self.window)
         powers = torch.nn.functional.pad(powers, (0, self.nans.stop - self.nans.start))

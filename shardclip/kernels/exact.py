@@ -11,14 +11,14 @@ counted instead, code by code.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from shardclip.compat import in_storage_order, real_view, to_device
-from shardclip.math import exact
+from shardclip.math import exact, windows
 
+from .formats import KINDS, Kind, significands
 from .packing import packs
 
 _PACKED = 1 << 18  # about so many elements in one pack
@@ -27,34 +27,6 @@ _ROW = 1 << 12  # elements of one sum: short rows leave more bits for each
 _COUNTED = 1 << 15  # from here on, 16-bit numbers are counted, code by code
 _BLOCK_ELSEWHERE = 1 << 22  # on other devices, where every block costs host syncs
 _RANGE = 400  # binades between a float64 block's largest and smallest bit whose squares fit
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A floating-point dtype: the integer dtype of its bits, its fraction's bits, its smallest bit.
-
-    ``least`` is 2^least, the dtype's smallest subnormal.
-    """
-
-    bits: torch.dtype
-    fraction: int
-    least: int
-
-    @property
-    def sign(self) -> int:
-        return torch.iinfo(self.bits).min
-
-    @property
-    def infinity(self) -> int:
-        return (-self.sign >> self.fraction) - 1 << self.fraction
-
-
-_KINDS = {
-    torch.float64: _Kind(torch.int64, 52, -1074),
-    torch.float32: _Kind(torch.int32, 23, -149),
-    torch.bfloat16: _Kind(torch.int16, 7, -133),
-    torch.float16: _Kind(torch.int16, 10, -24),
-}
 
 
 def check(dtype: torch.dtype, p: float) -> None:
@@ -70,7 +42,7 @@ def check(dtype: torch.dtype, p: float) -> None:
             f"exact=True cannot sum magnitudes of {dtype}: they are irrational; "
             "pass norm_type=2 or exact=False"
         )
-    if not dtype.is_complex and dtype not in _KINDS:
+    if not dtype.is_complex and dtype not in KINDS:
         raise ValueError(f"exact=True does not take {dtype}; cast it to float32 first")
 
 
@@ -100,9 +72,9 @@ class _Total:
     def fold_counts(self, p: int, low: int) -> None:
         """Add what was counted to the sum."""
         for dtype, codes in self.codes.items():
-            kind = _KINDS[dtype]
+            kind = KINDS[dtype]
             by_field = codes.view(-1, 1 << kind.fraction)
-            *sums, _ = (by_field * _significands(kind.fraction, p)).sum(1).tolist()
+            *sums, _ = (by_field * significands(kind.fraction, p)).sum(1).tolist()
             infinities, *_ = by_field[-1].tolist()
             self.infinities += infinities
             self.nans += int(by_field[-1].sum()) - infinities
@@ -126,7 +98,7 @@ class ExactSums:
         tensors: Sequence[Tensor],
         buckets: Sequence[int],
         count: int,
-        window: exact.Window,
+        window: windows.Window,
     ) -> None:
         """Group the tensors.
 
@@ -134,7 +106,7 @@ class ExactSums:
             tensors: float64, float32, bfloat16, float16 or complex, of any shape and stride.
             buckets: For each tensor, the bucket its sum goes to.
             count: How many buckets there are.
-            window: Which lanes to write, the same on all ranks; ``exact.window`` chooses them.
+            window: Which lanes to write, the same on all ranks; ``windows.window`` chooses them.
 
         Raises:
             ValueError: A float64 tensor, and a window that is too narrow for it.
@@ -146,7 +118,7 @@ class ExactSums:
         self._scratch: dict[object, Tensor] = {}
         by_bucket: list[list[int]] = [[] for _ in range(count)]
         for index, (tensor, bucket) in enumerate(zip(tensors, buckets, strict=True)):
-            needs = exact.window([tensor.dtype])
+            needs = windows.window([tensor.dtype])
             if needs.digits > window.digits:
                 raise ValueError(f"exact=True needs a wider window for tensor {index}: {needs}")
             by_bucket[bucket].append(index)
@@ -186,7 +158,7 @@ class ExactSums:
     def _add(self, total: _Total, block: Tensor, p: int) -> None:
         if not block.numel():
             return
-        kind = _KINDS[block.dtype]
+        kind = KINDS[block.dtype]
         order = self._buffer(block, kind.bits)
         torch.add(self._sign(block, kind), block.view(kind.bits), alpha=2, out=order)
         ends = order.aminmax()
@@ -212,7 +184,7 @@ class ExactSums:
         units = self._sum(wide, top + scale, low + scale, p, kind)
         total.units += units << (p * low - self._window.low)
 
-    def _widen(self, block: Tensor, kind: _Kind, scale: int, smallest: int) -> Tensor:
+    def _widen(self, block: Tensor, kind: Kind, scale: int, smallest: int) -> Tensor:
         """Return block * 2^scale in float64."""
         wide = self._buffer(block, torch.float64)
         # A float16 is several times faster through float32.
@@ -226,7 +198,7 @@ class ExactSums:
             torch.where(bits < 1 << kind.fraction, tiny, wide, out=wide)
         return wide
 
-    def _sum(self, wide: Tensor, top: int, low: int, p: int, kind: _Kind) -> int:
+    def _sum(self, wide: Tensor, top: int, low: int, p: int, kind: Kind) -> int:
         """Sum |x|^p where |x| < 2^top are multiples of 2^low; in units of 2^(p low)."""
         spare = self._buffer(wide, torch.float64, "spare")
         if p == 1:
@@ -240,7 +212,7 @@ class ExactSums:
         units += _sum_units(rest.mul_(rest), spare, 2 * top - 53, 2 * low)
         return units + _sum_units(high.mul_(high), spare, 2 * top + 1, 2 * low)
 
-    def _sign(self, block: Tensor, kind: _Kind) -> Tensor:
+    def _sign(self, block: Tensor, kind: Kind) -> Tensor:
         key = block.device, kind.bits, "sign"
         if key not in self._scratch:
             sign = torch.tensor(kind.sign, dtype=kind.bits, device=block.device)
@@ -284,14 +256,6 @@ def _sum_units(values: Tensor, spare: Tensor, top: int, low: int) -> int:
 def _signed(value: int) -> int:
     """Return the int64 that is the same modulo 2^64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-@lru_cache(maxsize=4)
-def _significands(fraction: int, p: int) -> Tensor:
-    """Return |x|^p for each code of 16 bits, in units of its exponent field's smallest bit."""
-    field_of = torch.arange(1 << 15, dtype=torch.int64, device="cpu").view(-1, 1 << fraction)
-    hidden = (field_of >> fraction).clamp(max=1) << fraction
-    return ((field_of & ((1 << fraction) - 1)) + hidden) ** p
 
 
 def _by_size(block: Tensor, middle: int) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,12 @@ A tile stays in registers while ``exact._sum_units`` is done to it.
 import triton
 import triton.language as tl
 
-from shardclip.math import exact
+from shardclip.math import windows
 
-LANES = tl.constexpr(32)  # of a program: those of ``exact.SINGLE``, and some unused
-LOW = tl.constexpr(exact.SINGLE.low)
-DIGITS = tl.constexpr(exact.SINGLE.digits)
-DIGIT = tl.constexpr((1 << exact.BITS) - 1)
+LANES = tl.constexpr(32)  # of a program: those of ``windows.SINGLE``, and some unused
+LOW = tl.constexpr(windows.SINGLE.low)
+DIGITS = tl.constexpr(windows.SINGLE.digits)
+DIGIT = tl.constexpr((1 << windows.BITS) - 1)
 TILE = tl.constexpr(512)
 WIDTH = tl.constexpr(50)  # bits of a unit's sum for each element of a tile
 INFINITY = tl.constexpr(0x7F800000)  # its bits in float32

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardclip.compat import numbers_in, on_host, to_device
-from shardclip.math import exact
+from shardclip.math import exact, windows
 
 from . import exact as plain
 from . import exact_programs as programs
@@ -63,7 +63,7 @@ class _Launch:
         return _Launch(indices, dtype, to_device(pieces, device), to_device(bucket, device))
 
     def __call__(self, tensors: Sequence[Tensor], count: int, p: int) -> Tensor:
-        """Return ``(count, exact.SINGLE.lanes)``, carries taken."""
+        """Return ``(count, windows.SINGLE.lanes)``, carries taken."""
         flat = [plain.flatten([tensors[index]], p) for index in self.indices]
         device = self.pieces.device
         table = to_device(on_host([tensor.data_ptr() for tensor in flat], torch.int64), device)
@@ -79,7 +79,7 @@ class _Launch:
                 )
         lanes = torch.zeros(count, programs.LANES.value, dtype=torch.int64, device=device)
         lanes.index_add_(0, self.buckets, found)
-        return exact.carry(lanes[:, : exact.SINGLE.lanes])
+        return exact.carry(lanes[:, : windows.SINGLE.lanes])
 
 
 class ExactSums:
@@ -95,7 +95,7 @@ class ExactSums:
         tensors: Sequence[Tensor],
         buckets: Sequence[int],
         count: int,
-        window: exact.Window,
+        window: windows.Window,
     ) -> None:
         """Make the tables; see ``exact.ExactSums``.
 
@@ -143,7 +143,7 @@ class ExactSums:
         others = [tensors[index] for index in self._others]
         total = to_device(self._plain(others, p), self._home)
         for launch in self._launches:
-            lanes = exact.widen(launch(tensors, self._count, int(p)), exact.SINGLE, self._window)
+            lanes = exact.widen(launch(tensors, self._count, int(p)), windows.SINGLE, self._window)
             total = total + to_device(lanes, self._home)
         return exact.carry(total)
 

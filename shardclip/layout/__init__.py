@@ -5,7 +5,7 @@ their gradients are) and which rank counts, and reads, which of their elements. 
 frameworks' tensors; `ownership` is pure geometry.
 """
 
-from . import adapters, sources, trees
+from . import adapters, trees
 from .adapters import Read, deepspeed, deepspeed_step, dtensor, megatron
 from .ownership import Ownership, Shares, segment
 from .param_groups import grouped
@@ -43,7 +43,6 @@ __all__ = [
     "of_iterable",
     "refuse_gradients",
     "segment",
-    "sources",
     "trees",
     "unique",
 ]

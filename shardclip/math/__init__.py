@@ -4,10 +4,10 @@ In come numbers and tensors, out come numbers and tensors: nothing here knows of
 or plans.
 """
 
-from . import exact, fingerprints, norm
+from . import exact, fingerprints, norm, windows
 from .digits import ALONE, Digits
-from .exact import DOUBLE, SINGLE, Window, check_capacity
 from .norm import check_max_norm, is_maximum
+from .windows import DOUBLE, SINGLE, Window, check_capacity
 
 __all__ = [
     "ALONE",
@@ -21,4 +21,5 @@ __all__ = [
     "fingerprints",
     "is_maximum",
     "norm",
+    "windows",
 ]

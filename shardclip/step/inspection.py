@@ -251,3 +251,9 @@ def listed(ranks: Iterable[int]) -> str:
     """Write ranks in a sentence, the first eight."""
     ranks = sorted(set(ranks))
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def few(lines: list[str]) -> str:
+    """Put the first eight into one sentence."""
+    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+    return "; ".join(lines[:8]) + more

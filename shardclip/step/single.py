@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,25 +46,8 @@ def measure_once(
     earlier, previous = _pending.pop(world.ranks, (world, None))
     if previous is not None and earlier.holds():  # ranks of a new job may not know of it
         previous.settle(world)
-    lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
-    if exact:
-        lanes = replace(lanes, slots=min(lanes.slots, _SLOTS_EXACT), window=DOUBLE)
-
-    def make() -> plan.Plan:
-        made = plan.make(
-            Planner(world, layout),
-            list(zip(sources, grads, strict=True)),
-            lanes,
-            numbers=numbers,
-            spread=True,
-            maximum=norm.is_maximum(p),
-            accept=accept(p, lanes.window),
-        )
-        if lanes.window is not None:
-            made.build = builder(lanes.window)
-        made.problems += problems
-        return made
-
+    lanes = _lanes(world, exact)
+    make = partial(_planned, sources, grads, p, world, layout, lanes, numbers, problems)
     # Else it depends on more than can be compared.
     again = layout is None and numbers is None and not problems
     key = world.ranks, world.rank, world.device, world.alike, lanes, norm.is_maximum(p)
@@ -82,6 +66,38 @@ def measure_once(
     failed = deferred.failed.to(found.total_norm.device)
     found.total_norm = torch.where(failed, torch.nan, found.total_norm)
     return found, torch.where(failed, 1.0, coef)
+
+
+def _lanes(world: World, exact: bool) -> Lanes:
+    lanes = plan.FUNCTION_LANES if world.size > 1 else Lanes(slots=1)
+    if exact:
+        lanes = replace(lanes, slots=min(lanes.slots, _SLOTS_EXACT), window=DOUBLE)
+    return lanes
+
+
+def _planned(
+    sources: Sequence[Source],
+    grads: Sequence[Tensor | None],
+    p: float,
+    world: World,
+    layout: Layout,
+    lanes: Lanes,
+    numbers: Sequence[int] | None,
+    problems: Sequence[tuple[str, str]],
+) -> plan.Plan:
+    made = plan.make(
+        Planner(world, layout),
+        list(zip(sources, grads, strict=True)),
+        lanes,
+        numbers=numbers,
+        spread=True,
+        maximum=norm.is_maximum(p),
+        accept=accept(p, lanes.window),
+    )
+    if lanes.window is not None:
+        made.build = builder(lanes.window)
+    made.problems += problems
+    return made
 
 
 def rounded(found: Measured) -> Tensor:

@@ -20,7 +20,7 @@ from shardclip.errors import NonFiniteGradientError, ReplicaMismatchError
 from shardclip.math import is_maximum
 
 from . import inspection
-from .inspection import listed
+from .inspection import few, listed
 from .measure import Measured
 
 _MEND = (
@@ -213,12 +213,6 @@ def _odd_ones(entry: _Held, held: list[_Held]) -> list[int]:
     if most * 2 <= len(peers) or alike[peers.index(entry)] * 2 > len(peers):
         return []
     return [entry.rank]
-
-
-def few(lines: list[str]) -> str:
-    """Put the first eight into one sentence."""
-    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
-    return "; ".join(lines[:8]) + more
 
 
 def pass_verdict(measured: Measured, world: World, warns: bool = False) -> Deferred | None:

@@ -50,7 +50,7 @@ def test_only_the_payload_moves_to_the_groups_device(clip):
         return plain_move(tensor, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (compat, proof, scale, foreach):
+        for module in (compat, compat.devices, proof, scale, foreach):
             patch.setattr(module, "to_device", move)
         elsewhere = torch.device("cpu", 0)
         patch.setattr(

@@ -10,7 +10,7 @@ import torch
 
 from shardclip.kernels import exact as plain
 from shardclip.kernels import exact_programs, exact_triton
-from shardclip.math import exact
+from shardclip.math import exact, windows
 from tests.math.test_exact import POWERS, power_sum, raw, value, wide
 
 # The interpreter computes with numpy, which warns of what a device does in silence.
@@ -26,7 +26,7 @@ def _several_pieces(monkeypatch):
     monkeypatch.setattr(exact_triton, "_PIECE", 4 * TILE)
 
 
-def lanes_of(tensors, p, window=exact.SINGLE):
+def lanes_of(tensors, p, window=windows.SINGLE):
     return exact_triton.ExactSums(tensors, [0] * len(tensors), 1, window)(tensors, p)
 
 
@@ -34,9 +34,9 @@ def assert_exact(tensor, p):
     lanes = lanes_of([tensor.to(DEVICE)], p)[0]
     assert lanes.device == DEVICE
     assert int(lanes.abs().max()) < 2**32
-    assert value(lanes, exact.SINGLE) == power_sum(tensor, p)
+    assert value(lanes, windows.SINGLE) == power_sum(tensor, p)
     nans, bad = int(tensor.isnan().sum()), int((~tensor.isfinite()).sum())
-    assert lanes[exact.SINGLE.digits :].tolist() == [bad, nans]
+    assert lanes[windows.SINGLE.digits :].tolist() == [bad, nans]
 
 
 @POWERS
@@ -73,20 +73,20 @@ def test_the_plain_twin_agrees(p):
     ]
     tensors += [torch.view_as_complex(base.view(60, 25, 2)).conj()] if p == 2 else []
     buckets = [index % 4 for index in range(len(tensors))]
-    window = exact.DOUBLE
+    window = windows.DOUBLE
     found = exact_triton.ExactSums(tensors, buckets, 5, window)(tensors, p)
     twin = plain.ExactSums(tensors, buckets, 5, window)(tensors, p)
     for mine, other in zip(found.cpu(), twin.cpu(), strict=True):
         assert value(mine, window) == value(other, window)
     assert torch.equal(exact.finish(found, p, window), exact.finish(twin, p, window))
     for rows in (1, 20):
-        narrow = exact_triton.ExactSums(tensors[:1], [0], 1, exact.SINGLE)(tensors[:1], p)
-        norm = exact.finish(narrow.expand(rows, -1), p, exact.SINGLE)
+        narrow = exact_triton.ExactSums(tensors[:1], [0], 1, windows.SINGLE)(tensors[:1], p)
+        norm = exact.finish(narrow.expand(rows, -1), p, windows.SINGLE)
         assert norm.tolist() == pytest.approx([float(base.double().norm(p))] * rows, rel=1e-12)
 
 
 def test_nothing_to_sum():
-    assert exact_triton.ExactSums([], [], 2, exact.SINGLE)([], 2).tolist() == [[0] * 22] * 2
+    assert exact_triton.ExactSums([], [], 2, windows.SINGLE)([], 2).tolist() == [[0] * 22] * 2
 
 
 @pytest.mark.parametrize("numbers", [(1.0, math.inf), (math.nan, 1.0), (-math.inf, math.nan)])
@@ -104,7 +104,7 @@ def test_what_cannot_be_exact_is_rejected():
         lanes_of([torch.ones(3, dtype=torch.float64, device=DEVICE)], 2)
     huge = torch.ones(1, device=DEVICE).expand(exact_triton.MAX_ELEMENTS_HERE + 1)
     with pytest.raises(ValueError, match="2\\^35 elements"):
-        exact_triton.ExactSums([huge], [0], 1, exact.SINGLE)
+        exact_triton.ExactSums([huge], [0], 1, windows.SINGLE)
 
 
 COMPILE = r"""

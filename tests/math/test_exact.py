@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 
 from shardclip.kernels import exact as kernel
-from shardclip.math import exact
+from shardclip.math import exact, windows
+from shardclip.math.windows import DOUBLE, NUMBER, SINGLE
 
 BITS = {
     torch.float64: torch.int64,
@@ -20,11 +21,11 @@ BITS = {
 }
 DTYPES = pytest.mark.parametrize("dtype", list(BITS), ids=str)
 POWERS = pytest.mark.parametrize("p", [1, 2])
-WINDOWS = pytest.mark.parametrize("window", [exact.SINGLE, exact.DOUBLE, exact.NUMBER], ids=str)
+WINDOWS = pytest.mark.parametrize("window", [SINGLE, DOUBLE, NUMBER], ids=str)
 
 
 def lanes_of(tensors, p, window=None):
-    window = window or exact.window([tensor.dtype for tensor in tensors])
+    window = window or windows.window([tensor.dtype for tensor in tensors])
     return kernel.ExactSums(tensors, [0] * len(tensors), 1, window)(tensors, p)
 
 
@@ -61,7 +62,7 @@ def as_float(number):
 
 
 def assert_exact(tensor, p, window=None):
-    window = window or exact.window([tensor.dtype])
+    window = window or windows.window([tensor.dtype])
     lanes = lanes_of([tensor], p, window)[0]
     assert int(lanes[: window.digits].max()) < 2**32
     assert int(lanes.min()) >= 0
@@ -145,7 +146,7 @@ def test_counting_codes_gives_the_same_lanes(dtype, p, monkeypatch):
 @pytest.mark.parametrize("parts", range(1, 8))
 def test_any_split_and_order(dtype, p, parts):
     tensor = torch.cat([torch.randn(6000).to(dtype) * 1e-2, wide(dtype, 500, parts)])
-    window = exact.window([dtype])
+    window = windows.window([dtype])
     whole = lanes_of([tensor], p)
     generator = torch.Generator().manual_seed(parts)
     shuffled = tensor[torch.randperm(len(tensor), generator=generator)]
@@ -182,13 +183,13 @@ def test_the_number_of_threads_does_not_matter(dtype, p):
 @pytest.mark.parametrize("size", [100, 40_000])
 def test_subnormals_count_even_where_the_processor_flushes_them(dtype, p, size):
     info = torch.iinfo(BITS[dtype])
-    fraction = kernel._KINDS[dtype].fraction
+    fraction = kernel.KINDS[dtype].fraction
     bits = torch.arange(size, dtype=torch.int64) % (1 << fraction)
     tensor = torch.where(torch.arange(size) % 2 == 0, bits, bits + info.min).to(BITS[dtype])
     tensor = tensor.view(dtype)
     whole = lanes_of([tensor], p)
     expected = power_sum(tensor, p)
-    assert value(whole[0], exact.window([dtype])) == expected > 0
+    assert value(whole[0], windows.window([dtype])) == expected > 0
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
     try:
@@ -213,21 +214,21 @@ def test_buckets_and_shapes(p):
         base.reshape(6, 10, 50).permute(2, 0, 1),
     ]
     buckets = [0, 2, 2, 3, 3, 0, 0, 3, 2]
-    found = kernel.ExactSums(tensors, buckets, 5, exact.DOUBLE)(tensors, p)
-    assert found.shape == (5, exact.DOUBLE.lanes)
+    found = kernel.ExactSums(tensors, buckets, 5, DOUBLE)(tensors, p)
+    assert found.shape == (5, DOUBLE.lanes)
     for bucket in range(5):
         held = [t for t, b in zip(tensors, buckets, strict=True) if b == bucket]
-        assert value(found[bucket], exact.DOUBLE) == sum(power_sum(t, p) for t in held)
+        assert value(found[bucket], DOUBLE) == sum(power_sum(t, p) for t in held)
 
 
 def test_many_small_tensors_are_packed_right():
     tensors = [torch.randn(n % 7 + 1, 5) for n in range(500)]
     buckets = [n % 3 for n in range(500)]
-    found = kernel.ExactSums(tensors, buckets, 3, exact.SINGLE)(tensors, 2)
+    found = kernel.ExactSums(tensors, buckets, 3, SINGLE)(tensors, 2)
     for bucket in range(3):
         expected = sum(power_sum(t, 2) for t in tensors[bucket::3])
-        assert value(found[bucket], exact.SINGLE) == expected
-    assert kernel.ExactSums([], [], 2, exact.SINGLE)([], 2).tolist() == [[0] * 22] * 2
+        assert value(found[bucket], SINGLE) == expected
+    assert kernel.ExactSums([], [], 2, SINGLE)([], 2).tolist() == [[0] * 22] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
@@ -235,7 +236,7 @@ def test_complex_squares(dtype):
     tensor = torch.randn(300, dtype=dtype)
     expected = power_sum(torch.view_as_real(tensor), 2)
     for seen in (tensor, tensor.conj(), tensor.reshape(20, 15).t()):
-        assert value(lanes_of([seen], 2)[0], exact.window([dtype])) == expected
+        assert value(lanes_of([seen], 2)[0], windows.window([dtype])) == expected
 
 
 def test_gradients_that_need_a_graph_are_read_without_one():
@@ -263,25 +264,25 @@ def test_what_cannot_be_exact_is_rejected(dtype, p, message):
 def test_a_window_that_is_too_narrow_is_rejected():
     tensors = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
     with pytest.raises(ValueError, match="wider window"):
-        kernel.ExactSums(tensors, [0, 0], 1, exact.SINGLE)
+        kernel.ExactSums(tensors, [0, 0], 1, SINGLE)
 
 
 def test_capacity():
-    exact.check_capacity(2**63 - 1, 2**20)
+    windows.check_capacity(2**63 - 1, 2**20)
     with pytest.raises(ValueError, match="2\\^63 elements, got 9223372036854775808"):
-        exact.check_capacity(2**63, 1)
+        windows.check_capacity(2**63, 1)
     with pytest.raises(ValueError, match="2\\^20 ranks, got 1048577"):
-        exact.check_capacity(1, 2**20 + 1)
+        windows.check_capacity(1, 2**20 + 1)
 
 
 @WINDOWS
 def test_lanes_at_capacity(window):
     """The largest digits of the most ranks: nothing overflows, up to the top digit."""
     top = (1 << (window.top - window.low - 1)) - 1
-    share = exact.pack([top // exact.MAX_RANKS], [0], [0], window)[0]
-    total = share * exact.MAX_RANKS
+    share = exact.pack([top // windows.MAX_RANKS], [0], [0], window)[0]
+    total = share * windows.MAX_RANKS
     assert int(total.min()) >= 0
-    expected = value(share, window) * exact.MAX_RANKS
+    expected = value(share, window) * windows.MAX_RANKS
     assert value(total, window) == expected
     assert value(exact.carry(total), window) == expected
     for p, wanted in ((1, as_float(expected)), (2, nearest_root(expected))):
@@ -311,11 +312,11 @@ def test_digits_of_any_size_and_sign(window, size):
     assert all(a == as_float(b) or b % Fraction(2) ** -1074 for a, b in found)
 
 
-@pytest.mark.parametrize("window", [exact.SINGLE, exact.DOUBLE], ids=str)
+@pytest.mark.parametrize("window", [SINGLE, DOUBLE], ids=str)
 def test_windows_hold_what_they_promise(window):
-    largest = torch.finfo(torch.float64 if window is exact.DOUBLE else torch.float32).max
-    assert Fraction(largest) ** 2 * exact.MAX_ELEMENTS <= Fraction(2) ** (window.top - 1)
-    smallest = Fraction(2) ** (-1074 if window is exact.DOUBLE else -149)
+    largest = torch.finfo(torch.float64 if window is DOUBLE else torch.float32).max
+    assert Fraction(largest) ** 2 * windows.MAX_ELEMENTS <= Fraction(2) ** (window.top - 1)
+    smallest = Fraction(2) ** (-1074 if window is DOUBLE else -149)
     assert smallest**2 >= Fraction(2) ** window.low
 
 
@@ -360,11 +361,11 @@ def test_rounding_once(window):
 
 def test_a_real_tie():
     tie = torch.tensor([2.0**53, 2.0**27, 1.0])
-    assert float(exact.finish(lanes_of([tie], 2)[0], 2, exact.SINGLE)) == 2.0**53
+    assert float(exact.finish(lanes_of([tie], 2)[0], 2, SINGLE)) == 2.0**53
     more = torch.cat([tie, torch.tensor([2.0**-149])])
     for rows in (1, 17):
         lanes = lanes_of([more], 2).expand(rows, -1)
-        assert exact.finish(lanes, 2, exact.SINGLE).tolist() == [2.0**53 + 2] * rows
+        assert exact.finish(lanes, 2, SINGLE).tolist() == [2.0**53 + 2] * rows
 
 
 # The last sum is k^4 + k^2, whose root lies just below k^2 + 1/2: to 53 bits it is a tie.
@@ -373,15 +374,15 @@ def test_a_subnormal_norm_is_rounded_once(bits):
     tensor = torch.tensor(bits, dtype=torch.int64).view(torch.float64)
     lanes = lanes_of([tensor], 2)
     expected = nearest_root(power_sum(tensor, 2))
-    assert exact.finish(lanes, 2, exact.DOUBLE).tolist() == [expected]
-    assert exact.root(lanes, exact.DOUBLE).tolist() == [expected]
+    assert exact.finish(lanes, 2, DOUBLE).tolist() == [expected]
+    assert exact.root(lanes, DOUBLE).tolist() == [expected]
 
 
 @POWERS
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 20])
 def test_infinities_and_nan(dtype, p, rows):
-    window = exact.window([dtype])
+    window = windows.window([dtype])
     cases = {
         (1.0, math.inf): math.inf,
         (-math.inf, 1.0): math.inf,
@@ -424,10 +425,10 @@ def test_any_float64_numbers(numbers, p):
 @given(st.lists(st.floats(width=32), min_size=1, max_size=60), st.sampled_from([1, 2]))
 def test_any_float32_numbers(numbers, p):
     assert_exact(torch.tensor(numbers, dtype=torch.float32), p)
-    assert_exact(torch.tensor(numbers, dtype=torch.float32), p, exact.DOUBLE)
+    assert_exact(torch.tensor(numbers, dtype=torch.float32), p, DOUBLE)
 
 
-@pytest.mark.parametrize("window", [exact.SINGLE, exact.NUMBER], ids=str)
+@pytest.mark.parametrize("window", [SINGLE, NUMBER], ids=str)
 def test_numbers_that_are_not_finite(window):
     values = torch.tensor([[math.inf, -math.inf, math.inf, math.nan], [1.0, 2.0, -math.inf, 3.0]])
     found = exact.decode(exact.encode(values.double(), window).sum(0), window).tolist()
@@ -439,10 +440,10 @@ def test_a_narrow_window_drops_what_is_below_and_flags_what_is_above():
         [2.0**-321, 2.0**-320 * 1.5, -(2.0**299) + 2.0**246, 2.0**299, -(2.0**300)],
         dtype=torch.float64,
     )
-    found = exact.decode(exact.encode(values, exact.SINGLE), exact.SINGLE).tolist()
+    found = exact.decode(exact.encode(values, SINGLE), SINGLE).tolist()
     assert found == [0.0, 2.0**-320, -(2.0**299) + 2.0**246, math.inf, -math.inf]
-    many = exact.encode(values[2], exact.SINGLE) * exact.MAX_RANKS
-    assert float(exact.decode(many, exact.SINGLE)) == float(values[2]) * 2.0**20
+    many = exact.encode(values[2], SINGLE) * windows.MAX_RANKS
+    assert float(exact.decode(many, SINGLE)) == float(values[2]) * 2.0**20
 
 
 def test_a_proof_of_copies_cancels():
@@ -451,21 +452,21 @@ def test_a_proof_of_copies_cancels():
     factors = torch.rand(1000, 1, generator=generator, dtype=torch.float64) - 0.5
     factors -= factors.mean(0)
     sketch = torch.randn(50, generator=generator, dtype=torch.float64) * 1e-4
-    lanes = exact.encode(factors * sketch, exact.SINGLE).sum(0)
-    left = exact.decode(lanes, exact.SINGLE).abs()
+    lanes = exact.encode(factors * sketch, SINGLE).sum(0)
+    left = exact.decode(lanes, SINGLE).abs()
     assert bool((left <= 1e-15 * sketch.abs() * 1000**0.5).all())
     halves = torch.tensor([0.5, -0.5], dtype=torch.float64).unsqueeze(1)
-    assert int(exact.encode(halves * sketch, exact.SINGLE).sum(0).abs().max()) == 0
+    assert int(exact.encode(halves * sketch, SINGLE).sum(0).abs().max()) == 0
 
 
 def test_shapes_and_empty():
     for shape in ((), (0,), (2, 0), (2, 3)):
         values = torch.ones(shape, dtype=torch.float64)
         lanes = exact.encode(values)
-        assert lanes.shape == (*shape, exact.NUMBER.lanes)
+        assert lanes.shape == (*shape, NUMBER.lanes)
         assert torch.equal(exact.decode(lanes), values)
-        assert torch.equal(exact.root(lanes, exact.NUMBER), values)
-        assert torch.equal(exact.finish(lanes, 2, exact.NUMBER), values)
+        assert torch.equal(exact.root(lanes, NUMBER), values)
+        assert torch.equal(exact.finish(lanes, 2, NUMBER), values)
     scattered = torch.randn(6, 4, dtype=torch.float64)[::2, 1:].t()
     assert torch.equal(exact.decode(exact.encode(scattered)), scattered)
 
@@ -479,9 +480,7 @@ def test_the_default_dtype_does_not_matter(default):
     torch.set_default_dtype(default)
     try:
         found = lanes_of([tensor], 2), lanes_of([halves], 2)
-        norms = [
-            exact.finish(lanes.expand(n, -1), 2, exact.SINGLE) for lanes in found for n in (1, 20)
-        ]
+        norms = [exact.finish(lanes.expand(n, -1), 2, SINGLE) for lanes in found for n in (1, 20)]
         numbers = exact.decode(exact.encode(norms[0]))
     finally:
         torch.set_default_dtype(before)

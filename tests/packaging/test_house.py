@@ -1,4 +1,4 @@
-"""The tree in CONTRIBUTING.md is the real one, and folders are entered by their doors."""
+"""The tree in CONTRIBUTING.md is the real one, folders have doors, code is in short pieces."""
 
 import ast
 import re
@@ -11,6 +11,8 @@ LIBRARY = ROOT / "shardclip"
 LISTED = re.compile(r"^  (?P<name>[\w.]+/?)(?:  | *$)", re.MULTILINE)
 PUBLIC = {"adapters", "adaptive", "logging", "outcome", "run_file"}
 """Modules that only re-export, as users import them."""
+SHIPPED = sorted([*LIBRARY.rglob("*.py"), *(ROOT / "launch").rglob("*.py")])
+LONG_SIGNATURES = {"clipping/clipper.py: __init__"}  # has a line for each of the settings
 FOLDERS = sorted(path.parent.name for path in LIBRARY.glob("*/__init__.py"))
 
 
@@ -59,3 +61,17 @@ def test_a_public_module_only_re_exports(name):
     body = ast.parse((LIBRARY / f"{name}.py").read_text()).body
     kinds = [type(node) for node in body]
     assert kinds == [ast.Expr, ast.ImportFrom, ast.Assign]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    """At most 300 lines a file, and 40 a function without its docstring."""
+    text = path.read_text()
+    assert len(text.splitlines()) <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            said = first.end_lineno - first.lineno + 1 if ast.get_docstring(node) else 0
+            lines = node.end_lineno - node.lineno + 1 - said
+            known = any(f"{path}: {node.name}".endswith(name) for name in LONG_SIGNATURES)
+            assert lines <= 40 or known, f"{node.name} has {lines} lines"
