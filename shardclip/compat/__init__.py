@@ -38,7 +38,6 @@ from .tensors import (
     in_storage_order,
     is_dtensor,
     is_fsdp1_flattened,
-    is_managed_by_fsdp,
     is_plain,
     is_strided,
     local_numel,
@@ -47,6 +46,7 @@ from .tensors import (
     mesh_and_placements,
     numbers_in,
     real_view,
+    unsharded_by_fsdp,
 )
 
 __all__ = [
@@ -65,7 +65,6 @@ __all__ = [
     "is_capturing",
     "is_dtensor",
     "is_fsdp1_flattened",
-    "is_managed_by_fsdp",
     "is_marked",
     "is_plain",
     "is_registered",
@@ -86,4 +85,5 @@ __all__ = [
     "storage_address",
     "to_device",
     "unmark",
+    "unsharded_by_fsdp",
 ]

@@ -1,7 +1,7 @@
 """What a tensor is, and where its values are: DTensors, flat parameters, plain ones."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -131,8 +131,24 @@ def is_fsdp1_flattened(parameter: Tensor) -> bool:
     )
 
 
-def is_managed_by_fsdp(module: object) -> bool:
-    """Whether FSDP2 puts unsharded parameters into this module for its passes, or FSDP1 does."""
-    cls = loaded("torch.distributed.fsdp", "FSDPModule")
-    marked = getattr(module, "_is_fsdp_managed_module", False)  # below a module that is sharded
-    return bool(marked) or (cls is not None and isinstance(module, cls))
+def unsharded_by_fsdp(modules: Iterable[Any]) -> dict[int, int] | None:
+    """Tell by ``id`` what FSDP2 puts into these modules for its passes, whole, for which shard.
+
+    None where that cannot be told: modules inside one that is sharded, which is not among them.
+    """
+    cls: Any = loaded("torch.distributed.fsdp", "FSDPModule")
+    if cls is None:
+        return {}
+    listed = list(modules)
+    states = [module._get_fsdp_state() for module in listed if isinstance(module, cls)]
+    if not states:
+        inside = any(getattr(module, "_is_fsdp_managed_module", False) for module in listed)
+        return None if inside else {}
+    groups = [
+        group
+        for state in states  # one group in torch before 2.13
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        if group is not None
+    ]
+    held = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    return {id(p._unsharded_param): id(p.sharded_param) for p in held}

@@ -2,8 +2,8 @@
 
 A gradient may be zero nearly everywhere, as an embedding's is but for the rows of a step's tokens.
 So the sample follows the tensor's shape: runs of ``LANES`` neighbours, so close that each row of
-the tensor has one, and shifted from row to row so that each column has one, too. It never follows
-the values: then noise beside a zero could choose other values on each rank.
+the tensor has one, shifted from row to row so that nearly each column has one, too. It never
+follows the values: then noise beside a zero could choose other values on each rank.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ gradient: then the norm would lack it, and the optimizer would step on it unclip
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from gc import get_referents
 from itertools import accumulate, chain
 from operator import is_
@@ -173,16 +173,27 @@ class _Members:
         self._inside: list[Any] = [module._modules for module in modules]
         self._parameters = get_referents(*self._held)
         self._children = get_referents(*self._inside)
-        managed = any(map(compat.is_managed_by_fsdp, modules))
         self._unknown = [
             (name, parameter)
             for name, parameter in _cleaned(self._module)
             if id(parameter) not in self._known
-            and not (managed and self._is_whole(name, parameter))
+        ]
+        if self._unknown:
+            self._excuse(compat.unsharded_by_fsdp(modules))
+
+    def _excuse(self, shards: Mapping[int, int] | None) -> None:
+        """Leave out what FSDP2 holds, for a while, in the place of a shard that is known."""
+        self._unknown = [
+            (name, parameter)
+            for name, parameter in self._unknown
+            if not (
+                self._is_twin(name, parameter)
+                if shards is None
+                else shards.get(id(parameter)) in self._known
+            )
         ]
 
-    def _is_whole(self, name: str, parameter: Any) -> bool:
-        """Whether FSDP2 holds this, for a while, in the place of a shard that is known."""
+    def _is_twin(self, name: str, parameter: Any) -> bool:
         shard: Any = self._twins.get(name)
         axes = parameter.device_mesh.ndim if compat.is_dtensor(parameter) else 0
         return compat.is_dtensor(shard) and axes < shard.device_mesh.ndim

@@ -1,4 +1,4 @@
-"""The tree in CONTRIBUTING.md is the real one; folders have doors; what is in them is short."""
+"""The tree in CONTRIBUTING.md is the real one, folders have doors, code is in short pieces."""
 
 import ast
 import re

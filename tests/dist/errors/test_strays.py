@@ -241,6 +241,25 @@ def test_an_adapter_after_fully_shard():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("used", [True, False])
+def test_a_plain_head_of_the_same_name_in_a_sharded_model(root, used):
+    """It is none of the whole parameters that FSDP2 holds for a while, though named like one."""
+    model = mlp()
+    fully_shard(model[3], mesh=mesh_of(2))
+    if root:
+        fully_shard(model, mesh=mesh_of(2))
+    if used:
+        loss_of(model, dist.get_rank()).backward()
+        model.zero_grad()
+
+    def replace_head():
+        model[3] = nn.Linear(7, 2)
+
+    _refuse_after(model, replace_head, "3.weight")
+
+
+@on_ranks(2)
 def test_a_sharded_model_materialized():
     """torch swaps DTensors' contents, so that the clipper knows them; else they are refused."""
     with torch.device("meta"):
