@@ -132,8 +132,8 @@ class Event:
         Event.made += 1
         self.number = Event.made
 
-    def record(self):
-        pass
+    def record(self, stream):
+        assert stream == "its own"
 
     def query(self):
         return self.number <= Numbers.arrived
@@ -158,6 +158,7 @@ class Taker:
 @pytest.fixture
 def device(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "its own")
     Event.made = Numbers.arrived = 0
     Numbers.waited = []
 
