@@ -283,7 +283,7 @@ def test_the_rest_is_sent_at_exit(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from shardclip.logging import JsonLines
-from shardclip.record import Record, _Arriving
+from shardclip.record.record import Record, _Arriving
 from tests.record.test_record import Arrived
 late = []
 _Arriving.has_arrived = lambda self: bool(late)
