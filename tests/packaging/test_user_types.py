@@ -29,7 +29,11 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor: ...
 OWN = {
     "fsdp2": "",
     "fsdp1": "",
-    "ddp": "",
+    "ddp": """\
+from torch.nn.parallel import DistributedDataParallel
+
+assert isinstance(model, DistributedDataParallel)
+""",
     "tensor_parallel": """\
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
