@@ -19,7 +19,18 @@ IN_SYSTEMS := PATH="$(CURDIR)/$(SYSTEMS)/bin:$$PATH" DS_ACCELERATOR=cpu OMP_NUM_
 
 DOCS := .venv-docs
 
-.PHONY: help demo test lint unit test-quick replay test-systems bench docs changelog clean
+VERSIONS := .venv-versions
+PAIRS := 3.10-2.8 3.13-2.13
+PYTHON310 ?= python3.10
+PYTHON313 ?= python3.13
+WANTED = $(firstword $(subst -, ,$*))
+INTERPRETER = PYTHON$(subst .,,$(WANTED))
+INSTALLED := build/versions
+# Beside QUICK: real ranks, where what is expected is the same with every torch.
+ON_RANKS := $(addprefix tests/dist/,layouts/test_layouts.py layouts/test_submeshes.py values copies \
+	errors stepping/test_overlap_changes.py) tests/packaging/test_import.py
+
+.PHONY: help demo test lint unit test-quick replay test-systems test-versions bench docs changelog clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +78,27 @@ test-systems: $(SYSTEMS)/.ready  ## the tests with the real frameworks, in an en
 	$(IN_SYSTEMS) -m pytest tests/systems --timeout 400 $(ARGS)
 	SHARDCLIP_REQUIRE_TRACKERS=1 $(IN_SYSTEMS) -m pytest tests/record/test_trackers.py
 
+$(VERSIONS)/%/.ready: requirements/versions.txt
+	@$($(INTERPRETER)) -c 'import sys; sys.exit(not sys.version.startswith("$(WANTED)."))' || \
+		{ echo "$($(INTERPRETER)) is no Python $(WANTED); set $(INTERPRETER)=..."; exit 1; }
+	$($(INTERPRETER)) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -r requirements/versions.txt
+	@touch $@
+
+test-versions: $(READY) $(PAIRS:%=$(VERSIONS)/%/.ready)  ## the sdist with the oldest and the newest Python and torch
+	rm -rf $(INSTALLED) && mkdir -p $(INSTALLED)/alone
+	$(BIN)/python -m build --sdist --no-isolation --outdir $(INSTALLED) . > /dev/null
+	cp -R tests benchmarks docs examples README.md pyproject.toml $(INSTALLED)/alone
+	@set -e; for pair in $(PAIRS); do \
+		python=$(CURDIR)/$(VERSIONS)/$$pair/bin/python; \
+		$$python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
+			$(CURDIR)/$(INSTALLED)/*.tar.gz; \
+		cd $(CURDIR)/$(INSTALLED)/alone; echo "== Python and torch $$pair"; \
+		$$python -c "import sys, shardclip as s; assert s.__file__.startswith(sys.prefix), s.__file__"; \
+		OMP_NUM_THREADS=1 $$python -m pytest -q -n $(WORKERS) -m "not processes" $(QUICK) $(ARGS); \
+		OMP_NUM_THREADS=1 $$python -m pytest -q -n $(WORKERS) --dist loadgroup $(ON_RANKS) $(ARGS); \
+	done
+
 bench: $(READY)  ## time shardclip beside torch on the same gradients
 	$(BIN)/python -m benchmarks
 
@@ -82,4 +114,4 @@ changelog: $(READY)  ## what changelog.d/ says of the next version; with VERSION
 	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)
 
 clean:  ## remove the virtual environment and everything generated
-	rm -rf $(VENV) $(SYSTEMS) $(DOCS) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SYSTEMS) $(DOCS) $(VERSIONS) build dist runs shardclip-runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

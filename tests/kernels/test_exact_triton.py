@@ -13,8 +13,12 @@ from shardclip.kernels import exact_programs, exact_triton
 from shardclip.math import exact, windows
 from tests.math.test_exact import POWERS, power_sum, raw, value, wide
 
-# The interpreter computes with numpy, which warns of what a device does in silence.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+# The interpreter computes with numpy, which warns of what a device does in silence; and that of
+# Triton 3.4 makes an int of an array of one number, where a loop's bound was loaded.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning",
+    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning",
+)
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", list(exact_triton._DTYPES), ids=str)

@@ -318,8 +318,9 @@ def test_an_unfused_group_without_gradients_is_enough_for_torch_to_refuse():
     groups = [{"params": [used], "fused": True}, {"params": [unused], "fused": False}]
     optimizer = optim.AdamW(groups)
     assert factor_group(optimizer, groups_of([used, unused])) is None
-    with pytest.raises(AssertionError, match="grad_scale"):
+    with pytest.raises(AssertionError) as refused:
         step_scaled(optimizer, coef64(0.5))
+    assert "grad_scale" in str(refused.traceback[-1].statement)  # torch 2.8 gives no message
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])

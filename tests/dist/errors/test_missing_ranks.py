@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardclip import GradClipper, clip_grad_norm_, compat
 from tests.ranks.pool import CALL_LIMIT_S, RankPool
@@ -23,14 +22,15 @@ def said(how: str) -> str:
     made = torch.nn.Parameter(torch.ones(3))
     made.grad = torch.ones(3)
     named = [("w", made)]
-    clipper = GradClipper(named, 1.0)
+    dist.barrier()  # all are here: they can meet in time
+    group = dist.new_group(timeout=timedelta(seconds=5))  # torch 2.8 changes no group's time-out
+    clipper = GradClipper(named, 1.0, group=group)
     clipper.clip_()
     calls = {
         "clipper": clipper.clip_,
-        "function": lambda: clip_grad_norm_([made], 1.0),
-        "building": lambda: GradClipper(named, 1.0),
+        "function": lambda: clip_grad_norm_([made], 1.0, group=group),
+        "building": lambda: GradClipper(named, 1.0, group=group),
     }
-    _set_pg_timeout(timedelta(seconds=3))  # now that all are here
     store = compat.default_store()
     if dist.get_rank() == MISSING:
         others = [f"{rank} has said" for rank in range(RANKS) if rank != MISSING]

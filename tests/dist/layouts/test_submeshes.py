@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardclip import GradClipper, ReplicaMismatchError, clip_grad_norm_
 from tests.ranks import count_collectives, everywhere, on_ranks, raised_everywhere
@@ -33,6 +33,10 @@ from tests.ranks.warned import recorded
 
 BOTH = pytest.mark.parametrize("clip", CLIPS)
 POWERS = pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+UNFLATTENS = pytest.mark.skipif(
+    not hasattr(DeviceMesh, "_unflatten"),
+    reason=f"torch {torch.__version__} cannot unflatten a device mesh",
+)
 
 
 def dp_tp():
@@ -112,6 +116,7 @@ def test_flattened_axes(clip):
     assert_clips_as_unsharded(tensors, clip=CLIPS[clip])
 
 
+@UNFLATTENS
 @BOTH
 @on_ranks(4)
 def test_unflattened_axes(clip):
@@ -126,6 +131,7 @@ def test_unflattened_axes(clip):
     assert_clips_as_unsharded(tensors, clip=CLIPS[clip])
 
 
+@UNFLATTENS
 @pytest.mark.parametrize("names", [True, False])
 @on_ranks(4)
 def test_unflattened_pipeline_stages_are_never_silently_wrong(names):
