@@ -45,6 +45,12 @@ def ended(process):
     return process.returncode, output, errors
 
 
+def as_from_a_terminal():
+    """Let these signals act: whoever runs the tests in the background may have them ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("by", [GUARD, RUN], ids=["srun", "torchrun"])
 def test_children_start_and_end_as_without_a_launcher(by, tmp_path, leftovers):
     def children(name, *before):
@@ -52,8 +58,9 @@ def test_children_start_and_end_as_without_a_launcher(by, tmp_path, leftovers):
         words = [*before, HERE / "children.py", out, "torch"]
         environ = os.environ | {leftovers.variable: "1", "PYTHONPATH": "/somewhere"}
         done = subprocess.run(
-            words, cwd=tmp_path, env=environ, timeout=PATIENCE_S, capture_output=True, check=False
-        )
+            words, cwd=tmp_path, env=environ, timeout=PATIENCE_S, capture_output=True, check=False,
+            preexec_fn=as_from_a_terminal,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr.decode()
         return json.loads(out.read_text())
 

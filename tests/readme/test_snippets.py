@@ -81,7 +81,7 @@ def test_names_exist(page):
 
 def test_names_that_do_not_exist_are_seen():
     code = "from shardclip.adapters import nobody\nGradClipper.of_nobody\nshardclip.nothing\n"
-    expected = ["shardclip.layout.adapters.nobody", "GradClipper.of_nobody", "shardclip.nothing"]
+    expected = ["shardclip.adapters.nobody", "GradClipper.of_nobody", "shardclip.nothing"]
     assert sorted(unknown_names(code)) == sorted(expected)
 
 
