@@ -39,8 +39,16 @@ def pooled(method):
         return pool.map(abs, [-1, 2])
 
 
+OWN = """
+for line in open("/proc/self/status"):
+    if line.startswith(("SigBlk", "SigIgn", "SigCgt")): print(line, end="", flush=True)
+import time; time.sleep(600)
+"""
+
+
 def popen():
-    command = ["bash", "-c", "grep -E 'Sig(Blk|Ign|Cgt)' /proc/$$/status; echo; sleep 600"]
+    # no shell, which changes its own signals while it runs a command
+    command = [sys.executable, "-SEc", OWN]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     seen = [process.stdout.readline().split() for _ in range(3)]
     process.terminate()
