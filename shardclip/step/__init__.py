@@ -3,7 +3,7 @@
 In come gradients and a plan, out comes a `ClipResult`, the same on every rank.
 """
 
-from . import inspection, loss_scaling, optimizers, uneven_inputs, verdict
+from . import loss_scaling, optimizers, uneven_inputs, verdict
 from .collect import Collector
 from .cycle import Cycle
 from .measure import Measured
@@ -27,7 +27,6 @@ __all__ = [
     "Pending",
     "Skips",
     "Strays",
-    "inspection",
     "loss_scaling",
     "measure_once",
     "optimizers",

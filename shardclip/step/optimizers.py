@@ -7,6 +7,7 @@ nothing where ``optimizer.found_inf`` is 1: the contract that ``torch.amp.GradSc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ _SMALLEST = 2.0**-126
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """List the parameters of all its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def factor_group(optimizer: Optimizer, group_of: Mapping[int, int]) -> int | None:

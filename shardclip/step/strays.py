@@ -77,7 +77,7 @@ class Strays:
             refuse_gradients(self._sources, grads)
         if self._module is not None:
             self._refuse([one for one in self._module.unknown() if self._has_gradient(one[1])])
-        held = chain.from_iterable(map(_parameters_of, stepped))
+        held = chain.from_iterable(map(optimizers.parameters_of, stepped))
         if not stepped or self._known.issuperset(map(id, held)):
             return []
         self._refuse(list(self._stepped_uncounted(grads, stepped)), f"{_ANEW}. {_APART}")
@@ -119,13 +119,13 @@ class Strays:
 
         One that is not torch's own may keep copies of the parameters: then it is only warned of.
         """
-        held = {id(p) for one in stepped for p in _parameters_of(one)}
+        held = {id(p) for one in stepped for p in optimizers.parameters_of(one)}
         pairs = zip(self._sources, grads, strict=True)
         left = (s.name for s, grad in pairs if grad is not None and id(s.parameter) not in held)
         name = next(left, None)
         notices: list[tuple[object, str]] = []
         for one in stepped if name is not None else ():
-            if not self._known.isdisjoint(map(id, _parameters_of(one))):
+            if not self._known.isdisjoint(map(id, optimizers.parameters_of(one))):
                 continue
             text = (
                 f"{name}: it has a gradient, but is in none of the optimizers, and "
@@ -201,10 +201,6 @@ class _Members:
 
 def _cleaned(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return ((clean(name), parameter) for name, parameter in module.named_parameters())
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _named(optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
